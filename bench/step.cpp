@@ -17,6 +17,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"
 
@@ -32,6 +33,7 @@ struct Tail {
   const char* long_name;  // in tables
 };
 constexpr Tail kFused{"fused", "ShardedOptimizer on shm"};
+constexpr Tail kState{"state", "FullyShard with Shard::kState on shm"};
 constexpr Tail kReplicated{"replicated", "shm zero-copy all-reduce + AdamW"};
 constexpr Tail kGloo{"gloo", "gloo all-reduce + ATen's fused AdamW"};
 constexpr Tail kAlone{"alone", "ATen's fused AdamW alone, no communication"};
@@ -241,11 +243,39 @@ struct Sharded {
   std::unique_ptr<ShardedOptimizer> optimizer;
 };
 
+// The same under a FullyShard that divides the state alone.
+struct StateSharded {
+  StateSharded(World world, const StepSettings& settings)
+      : net(settings.params),
+        model(net, Mesh(std::move(world), {{"shard", -1}}), {.shard = Shard::kState}),
+        optimizer(model.make_optimizer({{net.params, kOptions}})) {
+    model.before_forward();
+    at::Tensor loss = at::zeros({});
+    for (const auto& param : net.params) loss = loss + param.sum();
+    model.backward(loss);
+  }
+  struct Net : torch::nn::Module {
+    explicit Net(std::int64_t count) : params(make_parameters(count)) {
+      write_parameters(params);
+      for (std::size_t i = 0; i < params.size(); ++i)
+        register_parameter(fmt::format("p{}", i), params[i]);
+    }
+    Tensors params;
+  };
+  Net net;
+  FullyShard model;
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
 std::vector<StepContender> make_contenders(World& shm, const StepSettings& settings) {
   auto sharded = std::make_shared<Sharded>(shm, settings);
+  auto state = std::make_shared<StateSharded>(shm, settings);
   auto replica = std::make_shared<Replica>(settings.params);
-  Tensors slots;
-  for (const auto& param : sharded->params) slots.push_back(param.grad());
+  const auto gradients_of = [](const Tensors& params) {
+    Tensors gradients;
+    for (const auto& param : params) gradients.push_back(param.grad());
+    return gradients;
+  };
   const Buckets shared = make_buckets(
       replica->params, [&](std::int64_t size) mutable { return shm.symmetric_empty({size}); });
   const Buckets own =
@@ -255,6 +285,9 @@ std::vector<StepContender> make_contenders(World& shm, const StepSettings& setti
   const bool clip = settings.clip;
   const auto fused = [sharded, clip] {
     return sharded->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
+  };
+  const auto state_sharded = [state, clip] {
+    return state->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
   };
   const auto replicated = [shm, shared, replica, clip]() mutable {
     average(shm, shared.flats);
@@ -276,7 +309,11 @@ std::vector<StepContender> make_contenders(World& shm, const StepSettings& setti
   const bool gloo_exact = shm.size() == 2 && !clip;
   const auto reset = [replica] { replica->reset(); };
   const auto reset_peer = [peer] { peer->reset(); };
-  return {{kFused.key, sharded->params, slots, fused, [] {}},
+  // Its norm adds up the squares of rows, and its kernels round the last elements of rows as those
+  // of a tensor.
+  return {{kFused.key, sharded->params, gradients_of(sharded->params), fused, [] {}},
+          {kState.key, state->net.params, gradients_of(state->net.params), state_sharded, [] {},
+           /*exact=*/false},
           {kReplicated.key, replica->params, shared.grads, replicated, reset},
           {kGloo.key, peer->params, own.grads, over_gloo, reset_peer, gloo_exact},
           {kAlone.key, peer->params, own.grads, alone, reset_peer, !clip}};
@@ -443,7 +480,7 @@ std::int64_t parse_count(const std::string& text) {
 
 std::vector<StepSide> measure(const StepSettings& settings, const Turns& turns) {
   std::vector<StepSide> sides;
-  for (const Tail& tail : {kFused, kReplicated, kGloo, kAlone, kMemory, kArithmetic})
+  for (const Tail& tail : {kFused, kState, kReplicated, kGloo, kAlone, kMemory, kArithmetic})
     if (!settings.clip || !std::string(tail.long_name).starts_with("limit"))
       sides.push_back({tail.key, tail.long_name});
   RankProcesses ranks(
@@ -473,7 +510,7 @@ int step_main(int argc, char** argv) {
   options.positive("--seconds", turns.seconds, "begin no further round after this");
   options.text("--corrupt", settings.corrupt,
                "give this contender a wrong gradient, to see that it is refused",
-               {kFused.key, kReplicated.key, kGloo.key, kAlone.key});
+               {kFused.key, kState.key, kReplicated.key, kGloo.key, kAlone.key});
   if (const auto code = options.parse(argc, argv)) return *code;
   settings.params = parse_count(params);
   const std::vector<StepSide> sides = measure(settings, turns);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "lockstep/core/error.h"
 
@@ -17,7 +18,8 @@ constexpr std::int64_t kUnit = 1024;
 
 template <typename T>
 struct ItemRun {
-  const T* grad;
+  SplitGradient gradient;
+  Sources<T> sources;
   Memory<T> memory;
   std::int64_t size;
   double steps;
@@ -31,8 +33,11 @@ std::vector<ItemRun<T>> runs_of(const std::vector<CpuItem>& items) {
   for (const auto& item : items) {
     const std::int64_t size = item.param.numel();
     units += (size + kUnit - 1) / kUnit;
-    runs.push_back({item.grad.const_data_ptr<T>(), Memory<T>(item.param, item.state), size,
-                    item.steps, units});
+    SplitGradient gradient =
+        item.split != nullptr ? *item.split : SplitGradient{.sources = {item.grad}};
+    Sources<T> sources(gradient.sources);
+    runs.push_back({std::move(gradient), std::move(sources), Memory<T>(item.param, item.state),
+                    size, item.steps, units});
   }
   return runs;
 }
@@ -49,9 +54,9 @@ void step_typed(const std::vector<CpuItem>& items, const SpanKernels& kernels) {
       const std::int64_t first_unit = run->end - (run->size + kUnit - 1) / kUnit;
       const std::int64_t from = (begin - first_unit) * kUnit;
       const std::int64_t to = std::min((end - first_unit) * kUnit, run->size);
-      const T* const grad = run->grad + from;
+      const Sources<T> sources = run->sources.after(from);
       const Memory<T> memory = run->memory.after(from);
-      kernel({.gradient = {.sources = &grad},
+      kernel({.gradient = sources.gradient(run->gradient),
               .param = memory.param,
               .state = memory.state.data(),
               .slice = {run->size, from, to - from},

@@ -22,6 +22,7 @@
 
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/rule.h"
+#include "lockstep/optim/split_gradient.h"
 
 namespace lockstep::optim::detail {
 
@@ -66,6 +67,7 @@ struct CpuItem {
   at::Tensor param, grad;
   StateTensors state;
   double steps = 1;
+  const SplitGradient* split = nullptr;  // what `grad` stands for, where it is divided
 };
 
 // Whether kernels can step these tensors, which belong to one parameter.

@@ -115,7 +115,7 @@ void refuse_capture() {
 }
 
 void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const UpdateRule& rule,
-                const at::Tensor& skip) {
+                const at::Tensor& skip, const SplitGradients* split) {
   const SpanKernels kernels = rule.kernels();
   std::vector<detail::CpuItem> here;
   std::vector<StepItem> rest;
@@ -128,12 +128,14 @@ void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const Up
     const bool first = !known && find_state(optimizer, param) != nullptr;
     StateTensors tensors;
     for (const StateSpec& spec : rule.state(param.sizes())) tensors.push_back(state[spec.name]);
+    const SplitGradient* const found = split != nullptr ? split->find(param) : nullptr;
     if (detail::covered(kernels, param, grad, tensors)) {
       double steps = first ? 1 : 2;
       if (rule.counts_steps()) steps = ++*state.step.mutable_data_ptr<float>();
-      here.push_back({param, grad, std::move(tensors), steps});
+      here.push_back({param, grad, std::move(tensors), steps, found});
       continue;
     }
+    LOCKSTEP_ASSERT(found == nullptr);
     if (rule.counts_steps()) counters.push_back(state.step);
     rest.push_back({param, grad, std::move(tensors), state.step, first});
   }
@@ -348,7 +350,15 @@ StepResult Optimizer::step(const StepOptions& options) {
   return result;
 }
 
-void Optimizer::step_groups(const at::Tensor& found_inf) {
+void Optimizer::step_split(const SplitGradients& gradients) {
+  const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
+  LOCKSTEP_ASSERT(replicated_);
+  detail::check_groups(who(), param_groups_);
+  list_parameters();
+  step_groups({}, &gradients);
+}
+
+void Optimizer::step_groups(const at::Tensor& found_inf, const SplitGradients* split) {
   const torch::NoGradGuard no_grad;
   for (std::size_t g = 0; g < by_group_.size(); ++g) {
     const Rule& rule = options(g);
@@ -360,7 +370,7 @@ void Optimizer::step_groups(const at::Tensor& found_inf) {
         if (skip.item<float>() != 0) continue;
         skip = at::Tensor();
       }
-      step_batch(*this, batch, *rule, skip);
+      step_batch(*this, batch, *rule, skip, split);
     }
   }
 }

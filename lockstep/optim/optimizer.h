@@ -43,6 +43,7 @@
 namespace lockstep::optim {
 
 class AdamWPass;
+struct SplitGradients;  // split_gradient.h
 using TensorDict = std::map<std::string, at::Tensor>;
 // As module->named_parameters().pairs() gives them. The first name of a tensor counts.
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
@@ -95,9 +96,9 @@ class Optimizer : public torch::optim::Optimizer {
 
   virtual StepResult step(const StepOptions& options = {});
   at::Tensor step(LossClosure closure) override;
-  // Like step(), but where `found_inf` (a float of one element, on the device) is not zero, nothing
-  // is changed: fused kernels read it there, and the host does not wait.
+  // Like step(), unless `found_inf` (one float, on the device) is not zero. The host does not wait.
   void step_unless(const at::Tensor& found_inf);
+  void step_split(const SplitGradients& gradients);  // in place of .grad; for a parallelism
   void add_param_group(const torch::optim::OptimizerParamGroup& group);  // divided: UsageError
   virtual void zero_grad();
   void zero_grad(bool set_to_none) { torch::optim::Optimizer::zero_grad(set_to_none); }
@@ -141,7 +142,7 @@ class Optimizer : public torch::optim::Optimizer {
  private:
   std::string_view who() const;
   void list_parameters();
-  void step_groups(const at::Tensor& found_inf);  // undefined: step in any case
+  void step_groups(const at::Tensor& found_inf, const SplitGradients* split = nullptr);
   at::Tensor any_rank_not_finite(const at::Tensor& norm);
   bool has_pass();
   StepResult step_in_one_pass(const StepOptions& options, GradScaler* scaler);

@@ -106,6 +106,7 @@ FullyShardImpl::FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardO
                          c10::toString(*type));
     if (model_.size() == 0)
       throw UsageError(kFullyShard, "the module has no parameters, so there is nothing to shard.");
+    check_mode(options_, tensor().size() > 1 ? "ranks along 'tensor'" : "");
     if (tensor().size() > 1) slices_ = std::make_unique<TensorSlices>(module, tensor());
   });
   const auto other =
@@ -138,6 +139,7 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
       slices_(std::move(pipeline.slices)),
       alone_(mesh_.batch().size() == 1 && !offloads_),
       local_(alone_) {
+  check_mode(options_, "stages of a Pipeline");
   make_units(module, pipeline.holders);
   free_absent();
 }
@@ -147,10 +149,10 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
     return given ? c10::toString(*given) : "own";
   };
   std::string text = fmt::format(
-      "reshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
+      "shard: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
       "reduce_dtype: {}\ncpu_offload: {}\n",
-      options_.reshard_after_forward, options_.reduce_every_backward, type(options_.param_dtype),
-      type(options_.reduce_dtype), options_.cpu_offload);
+      name(options_.shard), options_.reshard_after_forward, options_.reduce_every_backward,
+      type(options_.param_dtype), type(options_.reduce_dtype), options_.cpu_offload);
   text += describe_prepared(module);
   if (slices_) text += slices_->describe();
   for (const ModelParameter& p : model_.parameters())
@@ -209,6 +211,10 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   for (std::size_t i = 0; i < root; ++i) units_[i].set_products(blocks_[i].block->products());
   // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
+  if (options_.shard != Shard::kAll) {
+    for (ShardUnit& unit : units_) unit.keep();
+    kept_.emplace(units_, shard_, shares_);
+  }
   wait_for_ranks();
   list_parameters(holders);
 }
@@ -279,7 +285,8 @@ void FullyShardImpl::each_parameter(const std::function<void(ShardedParameter&)>
 // need.
 void FullyShardImpl::install() {
   const std::weak_ptr<FullyShardImpl> self = weak_from_this();
-  const bool runs = !of_pipeline_ || divides();  // otherwise nothing comes and goes
+  // Otherwise nothing comes and goes, or is averaged.
+  const bool runs = options_.shard != Shard::kState && (!of_pipeline_ || divides());
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
     nn::Block::Runner runner;
     if (runs)
@@ -289,13 +296,21 @@ void FullyShardImpl::install() {
       };
     blocks_[i].block->run_with(std::move(runner));
   }
+  const auto check = [self](const std::string& name) {
+    if (const auto alive = self.lock()) alive->check_backward(name);
+  };
+  if (defers() && shares_ && data_.size() == 1 && !options_.reduce_dtype) {
+    shared_gradients_ = std::make_shared<SharedGradients>(model_, shard_, check);
+    if (shared_gradients_->install()) return;
+    shared_gradients_.reset();
+  }
   each_parameter([&](ShardedParameter& p) {
     if (!p.tensor.requires_grad()) return;
     auto accumulator = torch::autograd::impl::grad_accumulator(p.tensor);
     using Variables = std::vector<at::Tensor>;
     accumulator->add_post_hook(std::make_unique<optim::GradientHook>(
-        [self, name = p.name](const Variables& outputs, const Variables&) -> Variables {
-          if (const auto alive = self.lock()) alive->check_backward(name);
+        [check, name = p.name](const Variables& outputs, const Variables&) -> Variables {
+          check(name);
           return outputs;
         },
         [self] { return !self.expired(); }));
@@ -350,7 +365,7 @@ void FullyShardImpl::before_forward(int stage) {
   if (!held() && !in_window_ && options_.reshard_after_forward)
     for (std::size_t i = 0; i < blocks_.size(); ++i) units_[i].free();  // that gathered() has left
   // Weights may have been loaded into rows, by each rank in its time.
-  if (!held() && !in_window_) wait_for_ranks();
+  if (!held() && !in_window_ && !keeps()) wait_for_ranks();
   if (!in_window_) forget_amax();
   units_.back().gather({});
 }
@@ -492,6 +507,7 @@ void FullyShardImpl::take_whole() {
   if (slices_) slices_->take();
   const TensorSlices::AsSlices shapes(slices());
   before_rows_change();
+  if (kept_) kept_->take_back();
   for (ShardUnit& unit : units_) unit.take_whole();
   after_rows_change();
 }
@@ -511,13 +527,31 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
     walk();
     end_pass();
   } catch (...) {
-    in_backward_ = false;
-    pending_.reset();
-    for (ShardUnit& unit : units_) unit.forget_work();
-    forget_gradients();
-    failed_ = true;
+    abandon_pass();
     throw;
   }
+}
+
+void FullyShardImpl::abandon_pass() {
+  in_backward_ = false;
+  pending_.reset();
+  for (ShardUnit& unit : units_) unit.forget_work();
+  forget_gradients();
+  failed_ = true;
+}
+
+// The sums of all passes of this rank, which add to averages that an earlier step has left.
+void FullyShardImpl::reduce_deferred() {
+  if (!defers() || !local_ || shared_gradients_) return;
+  try {
+    for (std::size_t unit = units_.size(); unit-- > 0;) begin_reduce(unit);
+    end_pending_reduce();
+  } catch (...) {
+    abandon_pass();
+    throw;
+  }
+  local_ = false;
+  show_gradients();
 }
 
 void FullyShardImpl::forget_gradients() {
@@ -536,7 +570,7 @@ void FullyShardImpl::before_unit_backward(std::size_t unit, const ProductType& c
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr || wanted->empty()) {
     check_backward(members.empty() ? units_[unit].name() : members.front().name);
-  } else if (torch::GradMode::is_enabled() && divides() && !held()) {
+  } else if (torch::GradMode::is_enabled() && divides() && !keeps() && !held()) {
     throw UsageError(component(),
                      "torch::autograd::grad() was called with create_graph = true, and a backward "
                      "of its result would read block '{}' when its rows are divided again. Hold "
@@ -554,11 +588,16 @@ void FullyShardImpl::after_unit_backward(std::size_t unit) {
 
 // One reduction is in progress at a time, so at most two units' gradients exist.
 void FullyShardImpl::reduce(std::size_t unit) {
-  if (!reduces() || !units_[unit].trains()) return;
+  if (!reduces()) return;
+  begin_reduce(unit);
+  reduced_[unit] = true;
+}
+
+void FullyShardImpl::begin_reduce(std::size_t unit) {
+  if (!units_[unit].trains()) return;
   end_pending_reduce();
   units_[unit].begin_reduce();
   pending_ = unit;
-  reduced_[unit] = true;
 }
 
 void FullyShardImpl::end_pending_reduce() {
@@ -616,7 +655,7 @@ void FullyShardImpl::show_gradients() {
 
 // Where .grad is a part of the whole gradient.
 void FullyShardImpl::watch_gradients() {
-  if (shard_.size() == 1 && line_.size() == 1 && !slices_) return;
+  if (shard_.size() == 1 && line_.size() == 1 && !slices_ && !defers()) return;
   watch_.forget();
   each_parameter([this](ShardedParameter& p) { watch_.see(p.name, p.tensor); });
 }
@@ -624,11 +663,13 @@ void FullyShardImpl::watch_gradients() {
 // ---------------------------------------------------------------- replicas
 
 void FullyShardImpl::verify_parameters() {
-  Fingerprints shards, same;
+  Fingerprints shards, same, whole;
   each_parameter([&](ShardedParameter& p) {
     shards.add(p.name, p.rows->values);
     if (p.sliced == nullptr) same.add(p.name, p.rows->values);
+    if (keeps()) whole.add(p.name, p.tensor);
   });
+  if (keeps()) require_same(shard_, component(), "parameter", " along 'shard'", whole);
   require_same(data_, component(), "parameter", " along 'data'", shards);
   if (slices_) require_same(tensor(), component(), "parameter", " along 'tensor'", same);
   verify_shared();
@@ -686,8 +727,8 @@ const Mesh& FullyShard::mesh() const {
 
 std::string FullyShard::text() const {
   const int ranks = impl_->shard().size();
-  return fmt::format("fully sharded over {} rank{}{}{}", ranks, ranks == 1 ? "" : "s",
-                     impl_->offloads() ? ", offloaded to the CPU" : "",
+  return fmt::format("{} sharded over {} rank{}{}{}", parallel::divided_by(impl_->shards()), ranks,
+                     ranks == 1 ? "" : "s", impl_->offloads() ? ", offloaded to the CPU" : "",
                      parallel::slices_text(mesh()));
 }
 
@@ -716,7 +757,7 @@ std::shared_ptr<void> FullyShard::gathered() {
 }
 
 bool FullyShard::divided() const {
-  return impl_->divides() || impl_->tensor().size() > 1;
+  return (impl_->divides() && !impl_->keeps()) || impl_->tensor().size() > 1;
 }
 
 void FullyShard::verify_parameters() {

@@ -27,8 +27,10 @@
 #include "lockstep/nn/block.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/kept_rows.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/shard_unit.h"
+#include "lockstep/parallel/shared_gradients.h"
 #include "lockstep/parallel/tensor_slices.h"
 
 namespace lockstep::parallel {
@@ -55,8 +57,12 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   World& shard() const { return shard_; }
   World& line() const { return line_; }  // the ranks along "pipeline"
   World& tensor() const { return mesh_["tensor"]; }
-  TensorSlices* slices() const { return slices_.get(); }  // null: one rank along "tensor"
-  bool divides() const { return shard_.size() > 1 || offloads_; }
+  TensorSlices* slices() const { return slices_.get(); }           // null: one rank along "tensor"
+  bool divides() const { return shard_.size() > 1 || offloads_; }  // steps rows
+  // Parameters are whole between uses; gradients are reduced by the step alone.
+  bool keeps() const { return kept_.has_value(); }
+  bool defers() const { return options_.shard == Shard::kState && !alone_; }
+  Shard shards() const { return options_.shard; }
   bool offloads() const { return offloads_; }
   const char* component() const { return of_pipeline_ ? kPipeline : kFullyShard; }  // in errors
   std::vector<std::string> unit_names() const;
@@ -75,8 +81,16 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void backward(const std::function<void()>& walk, bool last, int stage = 0);
   std::shared_ptr<void> gathered();
   void free_all();
-  // Whether this rank holds unreduced gradients, which the last backward will reduce.
-  bool unreduced() const { return local_ && !alone_; }
+  // Whether this rank holds unreduced gradients, which the last backward will reduce, or the step
+  // that follows it.
+  bool unreduced() const { return local_ && !alone_ && !(defers() && last_); }
+  void reduce_deferred();
+  // Those that the step reads in every rank's memory, where it can; reduce_deferred() then does
+  // nothing. Parameters have the numbers of parameters().
+  SharedGradients* shared_gradients() const { return shared_gradients_.get(); }
+  void check_kept() const {
+    if (kept_) kept_->check();
+  }
   // Whether a backward failed since gradients were last forgotten.
   bool failed() const { return failed_; }
   void forget_gradients();
@@ -85,7 +99,10 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void take_whole();       // the model's parameters were written while they were whole
   // Barriers around writes to shared rows.
   void before_rows_change();
-  void after_rows_change() { wait_for_ranks(); }
+  void after_rows_change() {
+    if (kept_) kept_->publish();
+    wait_for_ranks();
+  }
   void verify_parameters();
   void verify_buffers();
 
@@ -122,11 +139,13 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void forget_amax();
   void prefetch(std::size_t unit, const ProductType& computed);
   void prefetch_before(std::size_t unit, const ProductType& computed);
-  bool reduces() const { return !alone_ && (last_ || options_.reduce_every_backward); }
+  bool reduces() const { return !alone_ && !defers() && (last_ || options_.reduce_every_backward); }
   void reduce(std::size_t unit);
+  void begin_reduce(std::size_t unit);
   void end_pending_reduce();
   void begin_pass();
   void end_pass();
+  void abandon_pass();
   void check_late_gradients();
   void show_gradients();
 
@@ -141,7 +160,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   ModelTensors model_;
   std::unique_ptr<TensorSlices> slices_;
   std::vector<ShardUnit> units_;  // the root is the last
-  std::vector<Used> blocks_;      // of the units before it
+  std::optional<KeptRows> kept_;
+  std::shared_ptr<SharedGradients> shared_gradients_;
+  std::vector<Used> blocks_;  // of the units before it
   std::vector<ShardedParameter> absent_;
   std::vector<ShardedParameter*> all_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;

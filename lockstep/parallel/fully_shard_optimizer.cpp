@@ -3,13 +3,18 @@
 #include <fmt/ranges.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
+#include "lockstep/kernels/step.h"
+#include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
+#include "lockstep/optim/split_gradient.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/sharding.h"
 
@@ -21,8 +26,10 @@ using optim::TensorDict;
 struct Member {
   ShardedParameter* p = nullptr;
   std::size_t group = 0;
-  int owner = -1;      // steps it whole; -1: every rank steps its rows
-  at::Tensor whole{};  // on its owner; has bytes in a step alone
+  int owner = -1;         // steps it whole; -1: every rank steps its rows
+  at::Tensor whole{};     // on its owner; has bytes in a step alone
+  std::size_t index = 0;  // among the model's parameters
+  at::Tensor averaged{};  // rows of a gradient that every rank has in shared memory
 };
 
 class FullyShardOptimizer final : public optim::Optimizer {
@@ -48,7 +55,9 @@ class FullyShardOptimizer final : public optim::Optimizer {
   void make_parts(const std::vector<optim::ParamGroup>& groups);
   bool holds_rows(const Member& m) const;
   bool steps_here(const Member& m) const;
-  void take_gradients();
+  void take_gradients(bool in_one_pass);
+  void take_shared(SharedGradients& gradients, bool in_one_pass);
+  bool has_kernel(const Member& m) const;
   at::Tensor norm() const;
   void scale(const at::Tensor& factor);
   void step_parts(const optim::StepOptions& options);
@@ -63,7 +72,33 @@ class FullyShardOptimizer final : public optim::Optimizer {
   std::vector<Member> members_;  // of all ranks, in the module's order
   std::unique_ptr<optim::Optimizer> rows_;
   std::unique_ptr<optim::Optimizer> tensors_;  // null: no rule takes whole ones
+  optim::SplitGradients split_;                // what the next step averages itself
 };
+
+// For half types, sums in float are rounded once.
+void average_into(const at::Tensor& out, const optim::SplitGradient& split) {
+  if (out.numel() == 0) return;
+  const at::ScalarType type = out.scalar_type();
+  const auto by_kernel = [&]<typename T>(T) {
+    const optim::detail::Sources<T> sources(split.sources);
+    const std::int64_t count = out.numel();
+    T* const to = out.mutable_data_ptr<T>();
+    optim::detail::share_out(kernels::norm_blocks(count), kernels::kNormBlock,
+                             [&](std::int64_t first, std::int64_t last) {
+                               std::vector<double> squares(static_cast<std::size_t>(last - first));
+                               const std::int64_t begin = first * kernels::kNormBlock;
+                               const std::int64_t end = std::min(last * kernels::kNormBlock, count);
+                               const optim::detail::Sources<T> here = sources.after(begin);
+                               kernels::reduce_with_norms(here.gradient(split), to + begin,
+                                                          end - begin, squares.data());
+                             });
+  };
+  if (type == at::kFloat) return by_kernel(float{});
+  if (type == at::kDouble) return by_kernel(double{});
+  at::Tensor sum = split.sources[0].to(at::kFloat, false, /*copy=*/true);
+  for (std::size_t i = 1; i < split.sources.size(); ++i) sum.add_(split.sources[i]);
+  at::Tensor(out).view({-1}).copy_(sum.div_(split.divisor));
+}
 
 // ---------------------------------------------------------------- parameters and their owners
 
@@ -77,10 +112,11 @@ FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
         throw UsageError(model_->component(),
                          "a parameter of shape [{}] is in two groups. Put it into one.",
                          fmt::join(param.sizes(), ", "));
-  for (ShardedParameter* const p : model_->parameters()) {
+  for (std::size_t i = 0; i < model_->parameters().size(); ++i) {
+    ShardedParameter* const p = model_->parameters()[i];
     const auto found = group_of.find(p->tensor.unsafeGetTensorImpl());
     if (found == group_of.end()) continue;
-    members_.push_back({p, found->second});
+    members_.push_back({.p = p, .group = found->second, .index = i});
     if (p->sliced != nullptr) TensorSlices::check_rule(groups[found->second].options, p->name);
   }
   if (members_.size() != group_of.size())
@@ -151,7 +187,7 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
 // ---------------------------------------------------------------- a step
 
 // Takes backward's result from .grad of the model's parameters: this rank's rows of the average.
-void FullyShardOptimizer::take_gradients() {
+void FullyShardOptimizer::take_gradients(bool in_one_pass) {
   if (model_->failed())
     throw UsageError(model_->component(),
                      "step() came after a backward that failed, so that gradients are incomplete. "
@@ -162,11 +198,46 @@ void FullyShardOptimizer::take_gradients() {
                      "step with last = true, and zero_grad() where there is none.");
   model_->watch().refuse_written(model_->component());
   model_->watch().reset();
+  model_->check_kept();
+  model_->reduce_deferred();
   if (model_->slices() != nullptr) model_->slices()->average_gradients();  // if none did
-  model_->each_parameter([](ShardedParameter& p) {
+  SharedGradients* const shared = model_->shared_gradients();
+  model_->each_parameter([&](ShardedParameter& p) {
     p.shard.set_requires_grad(p.tensor.requires_grad());
-    p.shard.mutable_grad() = p.tensor.grad();
+    p.shard.mutable_grad() = shared != nullptr ? at::Tensor() : p.tensor.grad();
   });
+  if (shared != nullptr) take_shared(*shared, in_one_pass);
+}
+
+bool FullyShardOptimizer::has_kernel(const Member& m) const {
+  const at::ScalarType type = m.p->tensor.scalar_type();
+  if (m.owner >= 0 || !optim::detail::has_kernel(type, m.p->tensor.device())) return false;
+  const optim::SpanKernels kernels = rows_->options(m.group)->kernels();
+  return type == at::kFloat ? kernels.float32 != nullptr : kernels.float64 != nullptr;
+}
+
+// Every rank's gradients are averaged where they lie: by the kernel of the step, in the same pass,
+// or first, where the norm of the average must be known before.
+void FullyShardOptimizer::take_shared(SharedGradients& gradients, bool in_one_pass) {
+  split_.by_parameter.clear();
+  const std::vector<bool> used = gradients.exchange();
+  const auto ranks = static_cast<double>(shard().size());
+  for (Member& m : members_) {
+    ShardedParameter& p = *m.p;
+    if (!used[m.index] || !p.tensor.requires_grad()) continue;
+    const std::int64_t count = p.rows->values.numel();
+    const optim::SplitGradient split{gradients.parts(m.index, p.rows->begin, count), ranks};
+    if (in_one_pass && count > 0 && has_kernel(m)) {
+      const at::Tensor& mine = split.sources[static_cast<std::size_t>(shard().rank())];
+      p.shard.mutable_grad() = alias_of(mine, 0, p.shard.sizes());
+      split_.by_parameter.emplace(p.shard.unsafeGetTensorImpl(), split);
+      continue;
+    }
+    if (!m.averaged.defined())
+      m.averaged = at::empty(p.shard.sizes(), p.shard.options().requires_grad(false));
+    average_into(m.averaged, split);
+    p.shard.mutable_grad() = m.averaged;
+  }
 }
 
 // The norm of all gradients, on their device, equal on every rank. Ranks along "data" have equal
@@ -194,7 +265,12 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
   for (const Member& m : members_) {
     if (m.p->absent) continue;
     at::Tensor grad = m.p->shard.grad();
-    if (grad.defined()) grad.mul_(factor.to(grad.device(), grad.scalar_type()));
+    if (!grad.defined()) continue;
+    if (m.averaged.defined() && has_kernel(m))  // the kernel of the step multiplies
+      split_.by_parameter[m.p->shard.unsafeGetTensorImpl()] = {.sources = {m.averaged},
+                                                               .scale = factor.item<double>()};
+    else
+      grad.mul_(factor.to(grad.device(), grad.scalar_type()));
   }
 }
 
@@ -203,7 +279,10 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   const torch::NoGradGuard no_grad;
   optim::detail::check(options);
   if (model_->slices() != nullptr) model_->slices()->cut();
-  take_gradients();
+  const bool measures = options.max_grad_norm > 0 || options.want_grad_norm ||
+                        options.skip_non_finite ||
+                        (options.scaler != nullptr && options.scaler->enabled());
+  take_gradients(/*in_one_pass=*/!measures);
   model_->before_rows_change();
   const optim::StepResult result =
       step_divided(this, options,
@@ -221,7 +300,10 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
 
 void FullyShardOptimizer::step_parts(const optim::StepOptions& options) {
   for (std::size_t g = 0; g < groups(); ++g) rows_->options(g) = Optimizer::options(g);
-  rows_->step(options);
+  if (split_.by_parameter.empty())
+    rows_->step(options);
+  else
+    rows_->step_split(split_);
   if (!tensors_) return;
   for (std::size_t g = 0; g < groups(); ++g) tensors_->options(g) = Optimizer::options(g);
   for (Member& m : members_) {

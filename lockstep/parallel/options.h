@@ -43,11 +43,26 @@ struct DistributedDataParallelOptions {
 };
 using DdpOptions = DistributedDataParallelOptions;
 
+// What ranks along "shard" divide. The others' parts of what is not divided are copies.
+enum class Shard {
+  kState,      // the optimizer's state alone (ZeRO stage 1)
+  kGradients,  // and gradients (stage 2)
+  kAll,        // and parameters (stage 3)
+};
+
 struct FullyShardOptions {
-  // False: a block stays gathered from forward to backward. Less communication, more memory.
+  // With kGradients and kState parameters are whole between uses, too: a step ends with the
+  // exchange of the rows that ranks have stepped. kGradients averages gradients in each backward;
+  // with kState they are this rank's own and whole until the step, which averages them, so that
+  // accumulation communicates once. Both need `param_dtype` unset, no offload, and one rank along
+  // "tensor" and "pipeline".
+  Shard shard = Shard::kAll;
+  // False: a block stays gathered from forward to backward. Less communication, more memory. With
+  // `shard` other than kAll nothing is freed, so that this has no effect.
   bool reshard_after_forward = true;
   // Averages gradients in every backward, so that no rank ever holds all of them. False: until the
-  // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false).
+  // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false) and
+  // as with Shard::kState in any case.
   bool reduce_every_backward = true;
   // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
   // MixedPrecisionPolicy. Parameters, gradients and state keep their own type and the ranks their

@@ -237,6 +237,30 @@ bool share_rows(std::vector<ShardUnit>& units, World& shard) {
   return true;
 }
 
+void ShardUnit::keep() {
+  if (stays_whole()) return;
+  const at::NoGradGuard no_grad;
+  if (shares_) {
+    free();
+    gather_shared(/*copies=*/false);
+  } else {
+    gather_exactly();
+  }
+  keeps_ = true;
+  for_computing_ = false;
+  for (Flat& flat : flats_) flat.shard = at::Tensor();
+  for (ShardedParameter& p : parameters_) {
+    nn::set_rows(p.tensor, nullptr);
+    if (shares_) continue;
+    const std::int64_t count = p.cut.count(shard_->rank());
+    const std::int64_t begin = p.rows->begin;
+    const at::Tensor whole = p.tensor.detach();
+    p.rows = c10::make_intrusive<nn::Rows>(alias_of(whole, begin, {count * p.cut.row_size}), begin);
+    p.shard = alias_of(whole, begin, sizes_of_rows(p.tensor, count));
+    p.shard.set_requires_grad(p.tensor.requires_grad());
+  }
+}
+
 bool ShardUnit::trains() const {
   return std::ranges::any_of(parameters_, [](const auto& p) { return p.tensor.requires_grad(); });
 }

@@ -16,8 +16,9 @@
 // map (share), which holds whole parameters: gathering then points at them, and whoever writes rows
 // must ensure that no rank reads them meanwhile.
 //
-// In a world of one nothing is ever freed, unless it is offloaded. One thread at a time; begin_ and
-// end_ communicate.
+// In a world of one nothing is ever freed, unless it is offloaded. Nor is it after keep(), where
+// rows are a part of the whole parameter (kept_rows.h). One thread at a time; begin_ and end_
+// communicate.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -106,6 +107,9 @@ class ShardUnit {
   // parameter. No collective.
   void offload();
   void share(const std::vector<at::Tensor>& places);
+  // Parameters are whole from here on, as plain tensors, in memory of this rank's own or in that of
+  // share(). Collective where they were divided.
+  void keep();
   // Call it before the first gather.
   void set_products(const std::vector<std::vector<at::Tensor>>& products);
   // This rank's rows of the products that fp8 covers; and the largest magnitudes of all ranks' rows
@@ -141,7 +145,7 @@ class ShardUnit {
   void add(const std::string& name, const at::Tensor& tensor, std::size_t first_flat);
   void lay_out(Flat& flat);
   void place_rows(ShardedParameter& p, const at::Tensor& memory, std::int64_t offset);
-  bool stays_whole() const { return shard_->size() == 1 && !offloads_; }
+  bool stays_whole() const { return (shard_->size() == 1 && !offloads_) || keeps_; }
   c10::Device device_of(const Flat& flat) const {
     return parameters_[flat.members[0]].tensor.device();
   }
@@ -170,6 +174,7 @@ class ShardUnit {
   bool for_computing_ = false;  // what is whole: rounded, or memory that other ranks read
   bool offloads_ = false;
   bool shares_ = false;
+  bool keeps_ = false;
 };
 
 // Moves the rows of all units into memory that all ranks map. False, without a change: the backend

@@ -16,6 +16,7 @@
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/rule_state.h"
+#include "lockstep/optim/split_gradient.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep::parallel {
@@ -23,7 +24,9 @@ namespace {
 
 static_assert(kBlock == kernels::kNormBlock);
 
+using Combination = optim::SplitGradient;
 using optim::detail::has_kernel;
+using optim::detail::Sources;
 
 template <typename Body>
 void by_type(c10::ScalarType dtype, const Body& body) {
@@ -31,20 +34,6 @@ void by_type(c10::ScalarType dtype, const Body& body) {
   LOCKSTEP_ASSERT(dtype == at::kDouble);
   body(double{});
 }
-
-// Pointers of one type to every rank's gradient.
-template <typename T>
-struct Sources {
-  explicit Sources(const std::vector<at::Tensor>& tensors) {
-    for (const auto& tensor : tensors) pointers.push_back(tensor.template const_data_ptr<T>());
-  }
-  Sources after(std::int64_t elements) const {
-    Sources rest = *this;
-    for (const T*& pointer : rest.pointers) pointer += elements;
-    return rest;
-  }
-  std::vector<const T*> pointers;
-};
 
 // Calls body(first element, count) on several threads, each for whole blocks of a piece.
 template <typename Body>
@@ -55,22 +44,8 @@ void by_blocks(std::int64_t count, const Body& body) {
                            });
 }
 
-// How the gradients of all ranks become one.
-struct Combination {
-  std::vector<at::Tensor> sources;
-  double divisor = 1;
-  double scale = 1;
-};
-
-template <typename T>
-kernels::Gradient<T> gradient_of(const Sources<T>& sources, const Combination& how) {
-  return {.sources = sources.pointers.data(),
-          .count = static_cast<int>(how.sources.size()),
-          .divisor = static_cast<T>(how.divisor),
-          .scale = static_cast<T>(how.scale)};
-}
-
-// The same with ATen, for half types (summed in float and rounded once) and for devices.
+// The gradients of all ranks as one, with ATen: for half types (summed in float and rounded once)
+// and for devices.
 at::Tensor combine(const Combination& how) {
   const at::Tensor& first = how.sources[0];
   const bool half = first.scalar_type() == at::kHalf || first.scalar_type() == at::kBFloat16;
@@ -91,7 +66,7 @@ void update_with_kernel(const optim::SpanKernels& kernels, const Combination& ho
   by_blocks(slice.count, [&](std::int64_t begin, std::int64_t count) {
     const Sources<T> rest = sources.after(begin);
     const optim::detail::Memory<T> here = memory.after(begin);
-    kernel({.gradient = gradient_of(rest, how),
+    kernel({.gradient = rest.gradient(how),
             .param = here.param,
             .state = here.state.data(),
             .slice = {slice.tensor_size, slice.begin + begin, count},
@@ -190,9 +165,9 @@ ShardedImpl::Norm ShardedImpl::reduce_owned() {
           T* const out = norm_alone ? nullptr : owned.reduced.mutable_data_ptr<T>();
           by_blocks(owned.piece.count, [&](std::int64_t begin, std::int64_t count) {
             const Sources<T> rest = sources.after(begin);
-            const bool good = kernels::reduce_with_norms(gradient_of(rest, how),
-                                                         out == nullptr ? out : out + begin, count,
-                                                         blocks + begin / kBlock);
+            const bool good =
+                kernels::reduce_with_norms(rest.gradient(how), out == nullptr ? out : out + begin,
+                                           count, blocks + begin / kBlock);
             if (!good) finite = false;
           });
         });

@@ -45,6 +45,11 @@ std::shared_ptr<Parallelism> make_one(torch::nn::Module& module, const Mesh& mes
   return std::make_shared<Class>(module, mesh);
 }
 
+template <Shard shard>
+std::shared_ptr<Parallelism> make_mode(torch::nn::Module& module, const Mesh& mesh) {
+  return std::make_shared<FullyShard>(module, mesh, FullyShardOptions{.shard = shard});
+}
+
 const std::vector<Implementation>& implementations() {
   using testing::NaiveShard;
   static const std::vector<Implementation> all{
@@ -52,6 +57,8 @@ const std::vector<Implementation>& implementations() {
       {"sharded_optimizer", {{"data", -1}}, true, make_one<DataParallel>},
       {"naive_shard", {{"shard", -1}}, true, make_one<NaiveShard>},
       {"fully_shard", {{"shard", -1}}, true, make_one<FullyShard>},
+      {"fully_shard_gradients", {{"shard", -1}}, true, make_mode<Shard::kGradients>},
+      {"fully_shard_state", {{"shard", -1}}, true, make_mode<Shard::kState>},
       {"pipeline", {{"pipeline", -1}}, false, make_one<Pipeline>},
       {"tensor_parallel", {{"tensor", -1}}, false, make_one<TensorParallel>},
       {"fully_shard_of_slices", {{"shard", 1}, {"tensor", -1}}, true, make_one<FullyShard>},

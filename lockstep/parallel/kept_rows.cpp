@@ -1,0 +1,152 @@
+#include "lockstep/parallel/kept_rows.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <utility>
+
+#include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
+#include "lockstep/core/log.h"
+#include "lockstep/parallel/sharding.h"
+
+namespace lockstep::parallel {
+
+const char* name(Shard shard) {
+  if (shard == Shard::kState) return "kState";
+  return shard == Shard::kGradients ? "kGradients" : "kAll";
+}
+
+const char* divided_by(Shard shard) {
+  if (shard == Shard::kState) return "state";
+  return shard == Shard::kGradients ? "gradients and state" : "fully";
+}
+
+void check_mode(const FullyShardOptions& options, const std::string& divided_further) {
+  if (options.shard == Shard::kAll) return;
+  const std::string other = options.param_dtype   ? "param_dtype"
+                            : options.cpu_offload ? "cpu_offload"
+                                                  : divided_further;
+  if (!other.empty())
+    throw UsageError(kFullyShard,
+                     "Shard::{} keeps parameters whole and as they are, and does not go with {}. "
+                     "Use Shard::kAll, or leave that out.",
+                     name(options.shard), other);
+}
+
+KeptRows::KeptRows(std::vector<ShardUnit>& units, World& shard, bool shared)
+    : shard_(shard), shared_(shared) {
+  for (ShardUnit& unit : units) {
+    std::vector<std::vector<ShardedParameter*>> of_unit;
+    for (ShardedParameter& p : unit.parameters()) {
+      kept_.push_back({&p, p.tensor._version()});
+      auto found = std::ranges::find_if(of_unit, [&](const auto& members) {
+        return members[0]->tensor.scalar_type() == p.tensor.scalar_type() &&
+               members[0]->tensor.device() == p.tensor.device();
+      });
+      if (found == of_unit.end()) found = of_unit.emplace(found);
+      found->push_back(&p);
+    }
+    for (auto& members : of_unit) messages_.push_back(std::move(members));
+  }
+}
+
+KeptRows::~KeptRows() {
+  if (!shared_) return;
+  const at::NoGradGuard no_grad;
+  try {
+    for (const Kept& kept : kept_)
+      if (kept.p->tensor.storage().is_alias_of(kept.p->storage))
+        kept.p->tensor.set_data(kept.p->tensor.detach().clone());
+  } catch (const std::exception& e) {
+    log::warning(kFullyShard, "the model could not be given its own memory back: {}", e.what());
+  }
+}
+
+// A message is copied while the next one is under way.
+void KeptRows::publish() {
+  if (!shared_ && shard_.size() > 1) {
+    const at::NoGradGuard no_grad;
+    Message before;
+    for (const auto& members : messages_) {
+      Message message;
+      std::ranges::copy_if(members, std::back_inserter(message.members),
+                           [](const auto* p) { return p->tensor.requires_grad(); });
+      if (message.members.empty()) continue;
+      begin(message);
+      end(before);
+      before = std::move(message);
+    }
+    end(before);
+  }
+  for (Kept& kept : kept_) kept.version = kept.p->tensor._version();
+}
+
+void KeptRows::begin(Message& message) const {
+  std::int64_t length = 0;
+  for (const ShardedParameter* const p : message.members) length += p->cut.padded();
+  const at::Tensor rows =
+      at::zeros({length}, message.members[0]->tensor.options().requires_grad(false));
+  std::int64_t offset = 0;
+  for (const ShardedParameter* const p : message.members) {
+    const at::Tensor& mine = p->rows->values;
+    rows.narrow(0, offset, mine.numel()).copy_(mine);
+    offset += p->cut.padded();
+  }
+  message.parts = at::empty({shard_.size(), length}, rows.options());
+  const ledger::PhaseScope communication(ledger::Phase::kCommunication);  // shm copies here
+  message.work = shard_.all_gather(message.parts, rows);
+}
+
+void KeptRows::end(Message& message) {
+  if (message.members.empty()) return;
+  {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    message.work.wait();
+  }
+  std::int64_t offset = 0;
+  for (const ShardedParameter* const p : message.members) {
+    copy_from_parts(p->cut, message.parts.narrow(1, offset, p->cut.padded()), p->tensor.detach());
+    offset += p->cut.padded();
+  }
+}
+
+void KeptRows::check() const {
+  for (const Kept& kept : kept_) {
+    const ShardedParameter& p = *kept.p;
+    if (!p.tensor.storage().is_alias_of(p.storage))
+      throw UsageError(kFullyShard,
+                       "parameter '{}' was given other memory (set_data, torch::load), so that its "
+                       "rows cannot be stepped. Call the optimizer's sync_from_model() on every "
+                       "rank after loading weights.",
+                       p.name);
+    if (shared_ && p.tensor._version() != kept.version)
+      throw UsageError(kFullyShard,
+                       "parameter '{}' was written between steps, by something else than step(). "
+                       "All ranks share its memory. After loading weights on every rank call the "
+                       "optimizer's sync_from_model().",
+                       p.name);
+  }
+}
+
+// Of what all ranks map each rank writes its own rows.
+void KeptRows::take_back() {
+  const at::NoGradGuard no_grad;
+  for (const Kept& kept : kept_) {
+    const ShardedParameter& p = *kept.p;
+    if (p.tensor.storage().is_alias_of(p.storage)) continue;
+    const at::Tensor given = p.tensor.detach().contiguous();
+    at::Tensor whole = at::empty({0}, p.tensor.options().requires_grad(false));
+    whole.set_(p.storage, 0, given.sizes(), given.strides());
+    const at::Tensor flat = given.view({-1});
+    if (shared_)
+      at::Tensor(p.rows->values).copy_(flat.narrow(0, p.rows->begin, p.rows->values.numel()));
+    else
+      whole.copy_(given);
+    p.tensor.set_data(whole);
+  }
+}
+
+}  // namespace lockstep::parallel
