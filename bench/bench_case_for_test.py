@@ -13,7 +13,7 @@ LOCKSTEP = os.path.join(os.environ["LOCKSTEP_BIN"], "lockstep")
 
 def bench(*arguments, **env):
     return subprocess.run([LOCKSTEP, "bench", *map(str, arguments)], capture_output=True, text=True,
-                          timeout=150, stdin=subprocess.DEVNULL, env=os.environ | env)
+                          timeout=600, stdin=subprocess.DEVNULL, env=os.environ | env)
 
 
 class Case(unittest.TestCase):

@@ -159,8 +159,8 @@ std::uint64_t backward_passes() {
 
 // A body that returned a failure's code. All ranks may return one for what only one of them knows
 // and has logged, such as that the last checkpoint was lost: its report tells the launcher which
-// one, whichever of them ends first, and none may lose its peers in its last lines. Where the others
-// have not returned, it is this rank that has failed.
+// one, whichever of them ends first, and none may lose its peers in its last lines. Where the
+// others have not returned, it is this rank that has failed.
 void fail_with(int code, const World& world) {
   const std::string logged = log::last_error();
   if (!logged.empty()) crash::report(crash::Report{logged, {}, false, /*printed=*/true});
