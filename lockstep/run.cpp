@@ -43,7 +43,7 @@ constexpr std::chrono::milliseconds kLauncherReport{1500};
 // while on a busy machine.
 constexpr std::chrono::seconds kPeerReport{10};
 // For the other ranks to return as well from a body that returned a failure's code.
-constexpr std::chrono::seconds kPeersReturn{3};
+constexpr std::chrono::seconds kPeersReturn{10};
 // For flushing into a pipe that nobody may be reading.
 constexpr std::chrono::seconds kFlushLimit{5};
 

@@ -12,7 +12,7 @@
 // sees the process end. What falls only because another rank failed first says so in one line. A
 // process that ends inside the body (std::exit, _exit) has failed too, with whatever code:
 // `lockstep run` names it as the cause, unless all ranks of its host do the same. So has a rank
-// whose body returns a code other than 0: it waits 3 s for the others to return too, no longer.
+// whose body returns a code other than 0: it waits 10 s for the others to return too, no longer.
 //
 // They own the process, so they switch on the caching of CPU memory (memory/cpu_cache.h) and log
 // that in one line.

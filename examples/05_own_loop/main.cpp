@@ -83,13 +83,13 @@ int train(lockstep::World& world, const Flags& flags) {
       ++step;
 
       const bool stopping = stop.received();  // on all ranks, or on none
-      const bool logging = step % kLogEvery == 0;
-      if (logging || stopping) world.all_reduce(mean, lockstep::ReduceOp::kAvg).wait();
+      const bool logging = step % kLogEvery == 0, saving = stopping || step % kSaveEvery == 0;
+      if (logging || saving) world.all_reduce(mean, lockstep::ReduceOp::kAvg).wait();
       if (logging)
         run_log.log(
             {{"loss", mean}, {"learning_rate", optimizer.lr()}, {"grad_norm", result.grad_norm}},
             step);
-      if (stopping || step % kSaveEvery == 0) {
+      if (saving) {
         report(world, step, mean.item<double>());
         lockstep::save_checkpoint(flags.output_dir, world, parts,
                                   {.step = step, .save_total_limit = 2});

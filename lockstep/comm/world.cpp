@@ -239,15 +239,22 @@ bool WorldImpl::all_finish(std::chrono::milliseconds limit) {
   const std::uint64_t count = barriers + 1;
   const Deadline deadline = Deadline::after(limit);
   try {
-    store->set(barrier_key(identity.rank, /*last=*/true), std::to_string(count));
+    const auto ask = [store = store, me = identity.rank, size = identity.size, count, deadline] {
+      store->set(barrier_key(me, /*last=*/true), std::to_string(count));
+      for (int rank = 0; rank < size;) {
+        if (deadline.expired()) return false;
+        const std::string key = barrier_key(rank, /*last=*/true);
+        if (store->check({key}) && std::stoull(store->get_to_str(key)) >= count)
+          ++rank;
+        else
+          std::this_thread::sleep_for(kAskAgain);
+      }
+      return true;
+    };
+    return run_with_deadline<bool>("asking the store", deadline, ask) && !failure_state->failed();
   } catch (const std::exception&) {
-    return false;
+    return false;  // the store is gone, and with it the rank that hosts it
   }
-  while (!failure_state->failed() && !deadline.expired()) {
-    if (missing_from_barrier(count, /*last=*/true).empty()) return !failure_state->failed();
-    std::this_thread::sleep_for(kAskAgain);
-  }
-  return false;
 }
 
 }  // namespace detail

@@ -70,7 +70,7 @@ void started(Ticket ticket) noexcept;  // the backend has started it
 void ended(Ticket ticket, End end) noexcept;
 
 // Called by the Trainer after each step. In a user's own loop the end of each synchronised
-// backward, or of a sharded step, counts as a step instead.
+// backward, of a backward(loss, last = true), or of a sharded step counts as a step instead.
 void set_step(std::int64_t step) noexcept;
 void count_step() noexcept;
 std::int64_t step() noexcept;  // the last step that ended; -1: not known

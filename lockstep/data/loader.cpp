@@ -261,8 +261,8 @@ class LoaderImpl {
     if (resume_ && epoch != state_.epoch && !(complete && epoch == state_.epoch + 1))
       throw UsageError("loader",
                        "epoch {} was asked for, but the loaded state is in epoch {} at sample {}. "
-                       "Start the loop at loader.state().epoch.",
-                       epoch, state_.epoch, state_.cursor);
+                       "Start the loop at epoch {}.",
+                       epoch, state_.epoch, state_.cursor, state_.epoch + (complete ? 1 : 0));
     if (epoch < 0) throw UsageError("loader", "there is no epoch {}.", epoch);
     close(ticket_);
     start_cursor_ = resume_ && epoch == state_.epoch ? state_.cursor : 0;
@@ -332,7 +332,8 @@ class LoaderImpl {
     timing_.total.wait += loaded.timing.wait;
     ++timing_.batches;
     ++handed_out_;
-    lockstep::detail::note_samples(world_);
+    // Ranks that hold a whole model may evaluate alone, each on samples of its own.
+    if (!options_.evaluation) lockstep::detail::note_samples(world_);
     // Samples excluded by drop_last, and repeated ones at the end, count with the last batch.
     state_.cursor = handed_out_ == round_->batches
                         ? sampler_->size()

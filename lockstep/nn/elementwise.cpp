@@ -42,7 +42,7 @@ kernels::cuda::Swiglu arguments_of(const GateUp& in) {
   return {.gate = detail::data(in.gate),
           .up = detail::data(in.up),
           .rows = in.gate.size(0),
-          .pitch = in.gate.stride(0),
+          .pitch = in.whole.defined() ? in.whole.size(1) : in.gate.size(1),
           .width = static_cast<int>(in.gate.size(1)),
           .type = detail::type_of(in.gate)};
 }

@@ -139,7 +139,8 @@ class DistributedDataParallel {
   void train(bool on = true) { module_->train(on); }
   void eval() { module_->eval(); }
 
-  // The same as loss.backward(), and without `last`, of several before a step, it stays local.
+  // Runs loss.backward(). Without `last` gradients stay on this rank: more passes come before the
+  // step.
   void backward(const at::Tensor& loss, bool last) { parallelism_->backward(loss, last); }
   // While the guard lives, backward accumulates locally. Guards nest.
   [[nodiscard]] NoSync no_sync() { return NoSync(reducer_ptr()); }

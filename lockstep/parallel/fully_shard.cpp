@@ -139,7 +139,6 @@ FullyShardImpl::FullyShardImpl(const torch::nn::Module& module, Mesh mesh,
       slices_(std::move(pipeline.slices)),
       alone_(mesh_.batch().size() == 1 && !offloads_),
       local_(alone_) {
-  check_mode(options_, "stages of a Pipeline");
   make_units(module, pipeline.holders);
   free_absent();
 }

@@ -34,6 +34,8 @@
 // CPU ranks of one host have their rows in memory that all of them map, where whole parameters
 // stand: gathering a block means pointing at it (unless param_dtype is set).
 //
+// FullyShardOptions::shard leaves parameters, or gradients too, whole: what follows is of kAll.
+//
 // Parameters keep their tensors and their names. Between backwards `.grad` has this rank's rows.
 // Using a divided parameter throws an error with its name: its block was not called through run(),
 // or before_forward() was not called.

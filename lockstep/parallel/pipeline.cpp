@@ -355,6 +355,7 @@ void PipelineImpl::check(torch::nn::Module& module) {
                      "the module {} cannot be computed in stages. Derive it from nn::Staged "
                      "(lockstep/nn/block.h), as the bundled language models are.",
                      module.name());
+  check_mode(options_.shard, "stages of a Pipeline");
   if (mesh_.size("tensor") > 1) slices_ = std::make_unique<TensorSlices>(module, mesh_["tensor"]);
   check_blocks(module, mesh_, kPipeline);
   const bool interleaves = options_.schedule == PipelineSchedule::kInterleaved1F1B;
@@ -410,10 +411,10 @@ Holders PipelineImpl::assign_parts(const nn::Staged::Parts& parts) {
 std::string PipelineImpl::describe(const torch::nn::Module& module) const {
   const FullyShardOptions& sharding = options_.shard;
   std::string text = fmt::format(
-      "schedule: {}\nstages_per_rank: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\n"
-      "cpu_offload: {}\n",
-      name(options_.schedule), options_.stages_per_rank, sharding.reshard_after_forward,
-      sharding.reduce_every_backward, sharding.cpu_offload);
+      "schedule: {}\nstages_per_rank: {}\nshard: {}\nreshard_after_forward: {}\n"
+      "reduce_every_backward: {}\ncpu_offload: {}\n",
+      name(options_.schedule), options_.stages_per_rank, name(sharding.shard),
+      sharding.reshard_after_forward, sharding.reduce_every_backward, sharding.cpu_offload);
   for (const auto& type : {sharding.param_dtype, sharding.reduce_dtype})
     text += fmt::format("travels as: {}\n", type ? c10::toString(*type) : "its own type");
   for (const ModelParameter& p : model_.parameters()) {

@@ -691,8 +691,9 @@ at::Tensor Reducer::watch(at::Tensor output) {
       !output.is_floating_point())
     return output;
   // A backward that reaches only new parameters runs none of our hooks: look for them here.
+  // Whether they are synchronised is decided by the backward.
   if (!impl_->options_.find_unused_parameters &&
-      !(impl_->synchronises() && impl_->change_.look_for_new()))
+      !(impl_->strategy_ == nullptr && impl_->change_.look_for_new()))
     return output;
   return parallel::HookSet::watch(output, impl_->weak_from_this());
 }

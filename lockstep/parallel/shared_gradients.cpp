@@ -61,7 +61,11 @@ std::vector<bool> SharedGradients::exchange() {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < model_.size(); ++i)  // trained since; on every rank
     if (places_[i].bucket == kNoBucket && model_[i].tensor.requires_grad()) {
-      lay_out();
+      if (!lay_out())
+        throw UsageError(kFullyShard,
+                         "a parameter is trained since the model was divided, and the ranks cannot "
+                         "share memory for its gradient. Make it trained before, or use "
+                         "Shard::kGradients.");
       break;
     }
   const at::Tensor flags = at::zeros({static_cast<std::int64_t>(model_.size())}, at::kByte);

@@ -87,7 +87,7 @@ struct Fp8Cast {
 
 class Graph;  // graph.h
 
-constexpr int kTableVersion = 5;
+constexpr int kTableVersion = 6;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {
