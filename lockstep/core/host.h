@@ -149,8 +149,7 @@ void* map_at_huge_page(std::size_t bytes, int protection, int flags = 0);
 
 std::string host_name();
 
-// Equal for processes of one machine and different otherwise, which host names are not
-// ("localhost").
+// Identifies the machine: equal for all of its processes. Host names are not unique ("localhost").
 std::string machine_of(const std::string& host);
 
 // The linker's build id of the running program, equal for equal builds only.

@@ -1,4 +1,4 @@
-// Window: the micro-batches of one optimizer step, with what each of them weighs in it.
+// Window: the micro-batches of one optimizer step, each with the weight of its loss.
 //
 //   for (auto& window : loader.windows(epoch, {.micro_batches = 4})) {
 //     for (auto& micro : window) {

@@ -46,7 +46,7 @@ inline at::Tensor text(int k, int rank) {
   return at::randint(0, kVocabulary, {2, 9}, random, at::kLong);
 }
 
-// The same as inputs and their next tokens.
+// The text as a batch: inputs, and as targets the next token of each.
 inline data::Batch text_batch(int k, int rank, bool targets = true) {
   const at::Tensor ids = text(k, rank);
   data::Batch batch{.data = ids.narrow(1, 0, 8), .target = ids.narrow(1, 1, 8)};

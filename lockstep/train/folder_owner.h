@@ -68,8 +68,8 @@ class LoopDirectory {
   std::string directory_;
   io::FolderLock lock_;
   std::int64_t first_step_ = 0;
-  // The checkpoints that were the run's when it resumed, and stay so when the one that it resumed
-  // from is deleted: those below its start, and the damaged ones that were skipped.
+  // Checkpoints of this run that earlier starts wrote: those below the step it resumed from, and
+  // damaged ones that resume() skipped. Noted once, because the one it resumed from may be deleted.
   std::set<std::string> continued_;  // paths
   std::set<std::int64_t> written_;   // steps
 };

@@ -32,8 +32,8 @@ int fuzz_one(const std::uint8_t* data, std::size_t size) {
 
 }  // namespace fuzz_slurm
 
-// What clients send to the launcher's store, in the order in which it comes: a byte says from which
-// of two clients and how much of the rest comes at once.
+// Feeds the launcher's store with the bytes of two clients. The input is a series of chunks; the
+// first byte of each says which client sends it and how long it is.
 namespace fuzz_store {
 
 int fuzz_one(const std::uint8_t* data, std::size_t size) {

@@ -316,8 +316,8 @@ INSTANTIATE_TEST_SUITE_P(Models, Slices,
 
 // ---------------------------------------------------------------- optimizer state
 
-// What `lockstep plan` counts for each rule, without torch and without a module, beside what the
-// optimizer of the same training file holds after a step.
+// The optimizer state that `lockstep plan` predicts from a training file, against the state that
+// its optimizer holds after one step, for each update rule.
 
 Model gpt() {
   const models::GptConfig c{

@@ -10,7 +10,7 @@
 
 namespace gloo {
 
-// With only the two functions that are called.
+// Declares only what Lockstep calls.
 class Context {
  public:
   virtual ~Context();
