@@ -29,6 +29,14 @@ def stacks(text):
     return found
 
 
+def stalls(text):
+    """The text from the first stall on, "" without one, and how many there are. A rank that a busy
+    machine starts late is reported too, rightly, and is not what is tested."""
+    titles = [match.start() for match in re.finditer(rf"{re.escape(TITLE)}.*\n", text)
+              if "has not created its world yet" not in match.group()]
+    return (text[titles[0]:] if titles else ""), len(titles)
+
+
 class LedgerCase(Case):
     def start_peer(self, kind, guilty, *flags, backend="shm", ranks=3, **env):
         return self.start("--standalone", f"--nproc-per-node={ranks}", f"--stall-timeout={STALL_S}",
@@ -37,13 +45,15 @@ class LedgerCase(Case):
 
     def table(self, process, ranks=3):
         """The table and its rows by rank."""
-        self.wait_line(process.stderr, TITLE)
         end = time.monotonic() + BOUND_S
-        while len(stacks(self.heard[process.stderr])) < ranks:  # the rest comes at once
-            self.assertTrue(select.select([process.stderr], [], [], end - time.monotonic())[0])
-            self.heard[process.stderr] += os.read(process.stderr.fileno(), 65536).decode()
-        text = self.heard[process.stderr]
-        text = text[text.index(TITLE):]
+        text = stalls(self.heard.setdefault(process.stderr, ""))[0]
+        while len(stacks(text)) < ranks:
+            left = max(0, end - time.monotonic())
+            ready = select.select([process.stderr], [], [], left)[0]
+            data = os.read(process.stderr.fileno(), 65536).decode() if ready else ""
+            self.assertTrue(data, self.heard[process.stderr])
+            self.heard[process.stderr] += data
+            text = stalls(self.heard[process.stderr])[0]
         rows = {int(rank): row for rank, row in re.findall(r"^  (\d+)  (.*)$", text, re.MULTILINE)}
         self.assertEqual(sorted(rows), list(range(ranks)), text)
         return text, rows
@@ -51,7 +61,7 @@ class LedgerCase(Case):
     def end(self, process):
         process.terminate()
         _, out, err = self.finish(process)
-        self.assertEqual(err.count(TITLE), 1, err)
+        self.assertEqual(stalls(err)[1], 1, err)
         return out, err
 
 
@@ -62,16 +72,11 @@ class Stalls(LedgerCase):
 
     def stall(self, kind, guilty, **options):
         """Starts it and checks what is the same for all kinds."""
-        for _ in range(5):
-            process = self.start_peer(kind, guilty, **options)
-            self.wait_line(process.stdout, f"{kind} at ")
-            table, rows = self.table(process)
-            if "has not created its world yet" not in table:
-                break
-            process.terminate()  # a rank took longer to start than the stall time: again
-            self.finish(process)
+        process = self.start_peer(kind, guilty, **options)
+        self.wait_line(process.stdout, f"{kind} at ")
+        _, rows = self.table(process)
         _, err = self.end(process)
-        text = err[err.index(TITLE):]
+        text = stalls(err)[0]
         quiet = float(re.search(r"has moved for ([\d.]+) s \(stall time 2\.0 s\)", text).group(1))
         self.assertGreaterEqual(quiet, STALL_S, text)
         # One of some is in time: other work on the machine slows them down, never speeds one up.
@@ -186,14 +191,14 @@ class Others(LedgerCase):
         os.kill(int(re.search(r"kill -CONT (\d+)", text).group(1)), signal.SIGCONT)
         code, _, err = self.finish(process)
         self.assertEqual(code, 0, err)
-        self.assertEqual(err.count(TITLE), 1, err)
+        self.assertEqual(stalls(err)[1], 1, err)
 
     def test_a_stalled_run_can_be_stopped(self):
         logs = os.path.join(self.dir.name, "logs")
         code, _, err = self.finish(
             self.start_peer("loop", 2, "--stall-action=stop", f"--log-dir={logs}"))
         self.assertEqual(code, 1, err)
-        self.assertIn(TITLE, err)
+        self.assertEqual(stalls(err)[1], 1, err)
         self.assertRegex(err, r"\[launch\] rank 2 on \S+ failed: stalled\. Rank 2 is behind: it is "
                          r"busy")
         (run,) = os.listdir(logs)
@@ -203,14 +208,14 @@ class Others(LedgerCase):
     def test_ranks_that_compute_are_busy(self):
         code, _, err = self.finish(self.start_peer("busy", 0))
         self.assertEqual(code, 0, err)
-        self.assertNotIn(TITLE, err)
+        self.assertEqual(stalls(err)[1], 0, err)
         self.assertRegex(err, r"\[launch\] no rank has begun or ended an operation or a step for "
                          r"[\d.]+ s; they are busy")
 
     def test_ranks_that_compute_after_an_enqueued_operation_are_busy(self):
         code, _, err = self.finish(self.start_peer("enqueued", 0))
         self.assertEqual(code, 0, err)
-        self.assertNotIn(TITLE, err)
+        self.assertEqual(stalls(err)[1], 0, err)
         self.assertRegex(err, r"they are busy \(CPU time grows\)")
 
     def test_ranks_that_spin_in_the_driver_after_the_same_operation_are_stuck(self):
@@ -225,7 +230,7 @@ class Others(LedgerCase):
         time.sleep(2 * STALL_S)
         self.assertIsNone(process.poll(), "what may be a long computation is not stopped")
         _, err = self.end(process)
-        self.assertNotIn("busy", err)
+        self.assertNotIn("they are busy", err)
 
     def test_a_host_that_sees_its_own_ranks_alone_stops_no_long_computation(self):
         port = free_port()
@@ -250,8 +255,8 @@ class Others(LedgerCase):
     def test_a_healthy_run_says_nothing(self):
         code, _, err = self.finish(self.start_peer("none", 0))
         self.assertEqual(code, 0, err)
-        self.assertNotIn(TITLE, err)
-        self.assertNotIn("busy", err)
+        self.assertEqual(stalls(err)[1], 0, err)
+        self.assertNotIn("they are busy", err)
 
     def test_programs_without_a_ledger_are_left_alone(self):
         code, out, err = self.bash(2, "echo ledger=$LOCKSTEP_LEDGER; sleep 1.5",
