@@ -661,12 +661,12 @@ TEST(AsyncSaver, WithoutACopyAStuckSaveEndsTheWaitForIt) {
   auto net = network();
   {
     train::AsyncSaver saver(
-        {.output_dir = dir.path(), .copy = false, .stall_limit = std::chrono::milliseconds(300)});
+        {.output_dir = dir.path(), .copy = false, .stall_limit = std::chrono::seconds(3)});
     saver.begin(contents_of(net));
     saver.wait_copied();  // until it is written
     ASSERT_TRUE(saver.wait()->committed);
     EXPECT_TRUE(io::verify(dir / "checkpoint-5").empty());
-    disk().slow_ms = 3000;
+    disk().slow_ms = 600'000;
     disk().slow_for = "/model.safetensors";
     saver.begin(contents_of(net));
     EXPECT_THAT(io::message_of<Error>([&] { saver.wait_copied(); }),
@@ -674,19 +674,20 @@ TEST(AsyncSaver, WithoutACopyAStuckSaveEndsTheWaitForIt) {
     EXPECT_FALSE(saver.busy());
   }
   disk().slow_for = nullptr;
-  std::this_thread::sleep_for(std::chrono::milliseconds(4000));  // its thread ends by itself
+  disk().slow_ms = 0;
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // its thread ends by itself
 }
 
-// A disk call that does not return for 3 s, where 0.3 s without progress count as stuck.
+// A disk call that does not return, where 3 s without progress count as stuck.
 TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
   io::TemporaryDirectory dir;
   auto net = network();
-  disk().slow_ms = 3000;
+  disk().slow_ms = 600'000;
   disk().slow_for = "/model.safetensors";
   const auto start = std::chrono::steady_clock::now();
   {
     train::AsyncSaver saver(
-        {.output_dir = dir.path(), .stall_limit = std::chrono::milliseconds(300)});
+        {.output_dir = dir.path(), .stall_limit = std::chrono::seconds(3)});
     saver.begin(contents_of(net));
     EXPECT_THAT(io::message_of<Error>([&] { saver.wait(); }),
                 AllOf(HasSubstr("[checkpoint] " + (dir / "checkpoint-5") +
@@ -697,9 +698,10 @@ TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
     saver.begin(contents_of(net));  // this save is not slow
     ASSERT_TRUE(saver.wait()->committed);
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(2900));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(300));
   disk().slow_for = nullptr;
-  std::this_thread::sleep_for(std::chrono::milliseconds(4000));  // its thread ends by itself
+  disk().slow_ms = 0;
+  std::this_thread::sleep_for(std::chrono::seconds(1));  // its thread ends by itself
 }
 
 TEST(AsyncSaver, AnErrorSurfacesAtTheNextCall) {
