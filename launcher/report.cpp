@@ -387,8 +387,7 @@ std::string failure_report(const RankFailure& failure) {
                         fmt::join(failure.ended_before, ", "));
   }
   if (!failure.note.empty()) text += fmt::format("\n  note: {}", failure.note);
-  // The directory of logs is that of the file with every frame.
-  if (!failure.logs.empty() && failure.stacks.empty())
+  if (!failure.logs.empty())
     text += fmt::format("\n  logs: {}{}", failure.logs,
                         failure.standing.empty()
                             ? ""

@@ -528,6 +528,8 @@ TEST_F(StacksTest, HaveEveryFrameOfWhichTheReportShowsTheProgramsOwn) {
   failure.error_file = file_;
   add_error_file(failure, read_error_file(file_));
   failure.stacks = write_stacks(stacks_, {failure});
+  failure.logs = "/my logs";
+  failure.standing = {"operation #5 all_reduce: finished 0.1 s ago"};
   EXPECT_EQ(failure.stacks, stacks_);
   EXPECT_THAT(failure.stack, ElementsAre("... 2 frames of LibTorch", "epoch() (/src/train.cpp:7)"));
   const std::string all = read_file(stacks_);
@@ -540,6 +542,9 @@ TEST_F(StacksTest, HaveEveryFrameOfWhichTheReportShowsTheProgramsOwn) {
                        "  stack:"))
       << text;
   EXPECT_THAT(text, HasSubstr("\n  every frame: " + stacks_));
+  EXPECT_TRUE(text.ends_with("\n  logs: /my logs (lockstep ledger '/my logs')")) << text;
+  failure.standing.clear();  // no ledger
+  EXPECT_TRUE(failure_report(failure).ends_with("\n  logs: /my logs"));
 }
 
 TEST_F(StacksTest, WithoutMoreFramesThereIsNoFile) {

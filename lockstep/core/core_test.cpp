@@ -14,6 +14,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/text.h"
 
@@ -104,11 +105,15 @@ TEST(Log, InfoIsForRankZero) {
   log::set_rank(0, 1);
 }
 
-TEST(Log, RemembersTheNewestError) {
+TEST(Log, RemembersTheNewestErrorUntilAStepHasEnded) {
   log::error("test", "the {} one", "first");
   log::error("test", "the {} one", "second");
   log::warning("test", "less than an error");
   EXPECT_EQ(log::last_error(), "[test] the second one");
+  ledger::count_step();
+  EXPECT_EQ(log::last_error(), "");
+  log::error("test", "the {} one", "third");
+  EXPECT_EQ(log::last_error(), "[test] the third one");
 }
 
 TEST(Fd, ClosesAndMoves) {

@@ -5,12 +5,14 @@
 #include <spdlog/spdlog.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/text.h"
 
 namespace lockstep::log {
@@ -33,8 +35,9 @@ struct State {
   std::atomic<bool> chosen{false};  // for this process, not for all ranks identically
   std::atomic<int> rank{0};
   std::atomic<int> world_size{1};
-  std::mutex mutex;  // of last_error
+  std::mutex mutex;  // of the two below
   std::string last_error;
+  std::int64_t step_of_error = -1;
   State() {
     logger->set_level(spdlog::level::trace);
     logger->set_pattern("%Y-%m-%d %H:%M:%S.%e %l %v");
@@ -71,6 +74,7 @@ void write(Level level, std::string_view component, std::string_view said) {
   if (level == Level::kError) {
     const std::lock_guard lock(s.mutex);
     s.last_error = fmt::format("[{}] {}", component, text);
+    s.step_of_error = ledger::step();
   }
   constexpr spdlog::level::level_enum kLevels[] = {spdlog::level::debug, spdlog::level::info,
                                                    spdlog::level::warn, spdlog::level::err};
@@ -85,7 +89,7 @@ void write(Level level, std::string_view component, std::string_view said) {
 std::string last_error() {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  return s.last_error;
+  return s.step_of_error == ledger::step() ? s.last_error : "";
 }
 
 }  // namespace lockstep::log

@@ -19,7 +19,8 @@ void set_rank(int rank, int world_size);
 void set_level(Level level);
 bool enabled(Level level);
 void write(Level level, std::string_view component, std::string_view text);
-// The newest error of this process, "[component] text"; empty: it has logged none.
+// The newest error of this process, "[component] text"; empty: it has logged none since its last
+// step, by the ledger. Training went on after what was logged before.
 std::string last_error();
 
 template <typename... Args>

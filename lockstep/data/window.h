@@ -57,7 +57,8 @@ struct WindowOptions {
 // `ranks` are those that see different samples, whose gradients are averaged. Unless weights are
 // kOwnCounts, all of them call it for every step, so it is not for the inside of join(). Where
 // ranks compute each micro-batch together (FullyShard, SyncBatchNorm), they give equally many
-// batches. A rank without data gives one without tokens.
+// batches. A rank without data gives one without tokens, but with a sample: a mean over no rows is
+// not a number.
 //
 // A batch without tokens gets zeros as targets and the weight 0: its loss and derivatives are
 // numbers then, which add nothing, and its backward runs, for which other ranks may wait.

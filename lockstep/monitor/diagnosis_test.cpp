@@ -5,9 +5,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <limits>
 #include <random>
 
 #include "lockstep/monitor/record_for_test.h"
+#include "lockstep/monitor/run_view.h"
 
 namespace lockstep::monitor {
 namespace {
@@ -713,6 +716,43 @@ TEST(Findings, NeverPromiseMoreThanTheirShare) {
     if (HasFailure()) return;
   }
   EXPECT_GT(found, 500);
+}
+
+// ---------------------------------------------------------------- what was logged
+
+// A healthy run by its times, in whose folder these lines of metrics are.
+std::string logged(const std::vector<std::pair<std::string, std::vector<double>>>& curves) {
+  RunView view;
+  view.record = healthy();
+  for (const auto& [name, values] : curves)
+    for (std::size_t i = 0; i < values.size(); ++i)
+      if (values[i] != 0)
+        view.metrics.push_back(
+            {.step = static_cast<std::int64_t>(i + 1) * 100, .values = {{name, values[i]}}});
+  std::ranges::stable_sort(view.metrics, {}, &MetricLine::step);
+  conclude(view);
+  EXPECT_LE(view.findings.size(), 1u) << all(view.findings);
+  return all(view.findings);
+}
+
+TEST(NotFinite, LossesAndSkippedStepsAreFound) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(logged({{"loss", {3, 2, 1}}}), "");
+  EXPECT_THAT(logged({{"loss", {3, nan, 2, nan, nan}}}),
+              AllOf(HasSubstr("not-finite: The loss is not finite since step 400."),
+                    HasSubstr("Evidence: 2 of 5 logged losses are not finite."),
+                    HasSubstr("Change: a smaller learning rate; "), HasSubstr("skip_non_finite")));
+  EXPECT_THAT(logged({{"loss", {nan}}}), HasSubstr("since step 100. Evidence: 1 of 1 "));
+  EXPECT_EQ(logged({{"loss", {3, nan, 2}}}), "") << "it is finite again";
+  EXPECT_THAT(logged({{"loss", {3, 2}}, {"skipped_steps", {0, 100}}}),
+              AllOf(HasSubstr("At step 200 the gradient was not finite: 100 of the steps"),
+                    HasSubstr("Evidence: 100 of 200 steps were skipped.")));
+  // A scale of fp16 that is found, and now and then a step; and more than that.
+  EXPECT_EQ(logged({{"loss", {3, 2, 1}}, {"skipped_steps", {17}}}), "");
+  EXPECT_EQ(logged({{"loss", {3, 2, 1, 1, 1, 1}}, {"skipped_steps", {17, 5, 5}}}), "");
+  EXPECT_THAT(logged({{"loss", {3, 2, 1, 1, 1, 1}}, {"skipped_steps", {17, 9, 5}}}),
+              AllOf(HasSubstr("Steps are skipped again and again"),
+                    HasSubstr("Evidence: 31 of 600 steps were skipped.")));
 }
 
 TEST(Findings, AsTextAndJson) {

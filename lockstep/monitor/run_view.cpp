@@ -23,6 +23,10 @@ namespace {
 
 constexpr double kRecent_s = 5;
 constexpr std::int64_t kRecentSteps = 10;
+// Steps that are skipped until a loss scale of fp16 is found, which halves from 2^16; and the share
+// of all steps from which more of them are too many.
+constexpr double kSkipsOfAScale = 17;
+constexpr double kSkippedShare = 0.05;
 
 // Taken from the record, or else from what was logged.
 std::int64_t last_step(const RunView& run) {
@@ -45,6 +49,39 @@ void mark_failed(RunView& run) {
     rank->exit = entry.value.text;
   }
   std::ranges::sort(run.ranks, {}, &RankState::rank);
+}
+
+// A run that learns nothing runs on: its numbers say so, and nothing else does. Not among the rules
+// of diagnose(), since a record has times and no losses.
+std::optional<Finding> not_finite(const RunView& run) {
+  const Curve loss = curve_of(run.metrics, "loss");
+  const Curve skipped = curve_of(run.metrics, "skipped_steps");
+  const auto finite = [](const auto& point) { return std::isfinite(point.second); };
+  Finding finding{.rule = "not-finite", .remedy = "a smaller learning rate."};
+  double skips = 0;
+  for (const auto& [step, steps] : skipped) skips += steps;
+  const double last =
+      std::max(loss.empty() ? 0 : loss.back().first, skipped.empty() ? 0 : skipped.back().first);
+  finding.evidence = fmt::format("{:.0f} of {:.0f} steps were skipped.", skips, last);
+  if (!skipped.empty() && skipped.back().first == last) {
+    finding.what = fmt::format(
+        "At step {:.0f} the gradient was not finite: {:.0f} of the steps logged there were "
+        "skipped.",
+        last, skipped.back().second);
+  } else if (!loss.empty() && !finite(loss.back())) {
+    const auto since = std::ranges::find_if(loss.rbegin(), loss.rend(), finite).base();
+    finding.what = fmt::format("The loss is not finite since step {:.0f}.", since->first);
+    finding.evidence =
+        fmt::format("{} of {} logged losses are not finite.", loss.end() - since, loss.size());
+    finding.remedy =
+        "a smaller learning rate; in a loop of your own step({.skip_non_finite = true}) leaves "
+        "such steps out.";
+  } else if (skips > kSkipsOfAScale && skips >= kSkippedShare * last) {
+    finding.what = "Steps are skipped again and again, because their gradient is not finite.";
+  } else {
+    return std::nullopt;
+  }
+  return finding;
 }
 
 }  // namespace
@@ -86,6 +123,7 @@ void conclude(RunView& run) {
       if (all[i].steps > 0) add_point(run.step_ms, all[i].step, recent_step_ms(all.first(i + 1)));
   }
   run.findings = diagnose(*run.record);
+  if (auto finding = not_finite(run)) run.findings.insert(run.findings.begin(), *finding);
   run.verdict = verdict_of(run, enough_to_judge(*run.record));
 }
 
@@ -456,23 +494,9 @@ Node table_node(const std::optional<StallTable>& table) {
   return map_node({{"time", number(table->time_s)}, {"text", text_node(table->text)}});
 }
 
-// A run that learns nothing runs on: its numbers say so, and nothing else does.
 std::string trouble_of(const RunView& run) {
-  const Curve loss = curve_of(run.metrics, "loss");
-  const Curve skipped = curve_of(run.metrics, "skipped_steps");
-  if (!skipped.empty() && (loss.empty() || skipped.back().first >= loss.back().first))
-    return fmt::format(
-        "At step {:.0f} the gradient was not finite: {:.0f} of the steps logged there were "
-        "skipped. Try a smaller learning rate.",
-        skipped.back().first, skipped.back().second);
-  if (loss.empty() || std::isfinite(loss.back().second)) return "";
-  double since = loss.back().first;
-  for (auto at = loss.rbegin(); at != loss.rend() && !std::isfinite(at->second); ++at)
-    since = at->first;
-  return fmt::format(
-      "The loss is not finite since step {:.0f}. Try a smaller learning rate; in a loop of your "
-      "own step({{.skip_non_finite = true}}) leaves such steps out.",
-      since);
+  const auto finding = not_finite(run);
+  return finding ? finding->what + " Try " + finding->remedy : "";
 }
 
 Node run_node(const RunView& run) {

@@ -66,7 +66,6 @@ class DataParallel final : public Parallelism {
   std::uint64_t layout() const override { return reducer_->layout(); }
   bool settled() const override { return reducer_->settled(); }
   std::shared_ptr<void> recording() override;
-  void count_replayed(bool synchronised) override { reducer_->count_replayed(synchronised); }
 
  private:
   DataParallel(std::shared_ptr<Reducer> reducer, NamedParameters names, Mesh mesh)

@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/mesh.h"
@@ -96,12 +97,10 @@ class Parallelism {
     return "the parallelism does not say that its passes may be recorded";
   }
   // layout() changes when gradients move in memory, and the next backward may move them until
-  // settled(). Backward may be recorded while recording() is held. count_replayed() counts a pass
-  // in the ledger as if it had run.
+  // settled(). Backward may be recorded while recording() is held.
   virtual std::uint64_t layout() const { return 0; }
   virtual bool settled() const { return true; }
   virtual std::shared_ptr<void> recording() { return nullptr; }
-  virtual void count_replayed(bool) {}
 
  protected:
   // Counts passes in the ledger, and with `last` a step. An implementation whose gradients no
@@ -113,15 +112,16 @@ class Parallelism {
 };
 
 // The passes of a window (data::Window), which must outlive them. forward(micro) returns the loss
-// of a micro-batch, or what a stage of the model returns.
+// of a micro-batch, or what a stage of the model returns; all passes call the same one.
 //
 //   parallelism.run_window(passes_of(window, [&](const data::Batch& b) { return loss_of(b); }));
 template <typename Window, typename Forward>
-std::vector<Parallelism::Pass> passes_of(const Window& window, const Forward& forward,
+std::vector<Parallelism::Pass> passes_of(const Window& window, Forward forward,
                                          optim::GradScaler* scaler = nullptr) {
+  const auto shared = std::make_shared<Forward>(std::move(forward));  // it may change itself
   std::vector<Parallelism::Pass> passes;
   for (const auto& micro : window) {
-    passes.push_back({.forward = [forward, &micro] { return forward(micro); },
+    passes.push_back({.forward = [shared, &micro] { return (*shared)(micro); },
                       .weigh =
                           [scaler, weight = micro.weight](const at::Tensor& loss) {
                             const at::Tensor weighed = loss * weight;

@@ -661,16 +661,6 @@ bool Reducer::settled() const {
          impl.change_.new_parameters().empty();
 }
 
-void Reducer::count_replayed(bool synchronised) {
-  ledger::add(ledger::Counter::kMicroBatches);
-  if (!synchronised || impl_->passive_) return;
-  ledger::add(ledger::Counter::kSynchronisedPasses);
-  ledger::add(ledger::Counter::kUpdates);
-  impl_->versions_before_ = -1;
-  impl_->count_buckets();
-  ++impl_->pass_.step;
-}
-
 const StepTiming& Reducer::last_timing() const {
   return impl_->pass_.timing;
 }

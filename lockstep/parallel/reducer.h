@@ -55,11 +55,9 @@ class Reducer {
   void verify_buffers();
 
   // For CapturedStep. layout() changes whenever gradients were laid out again; until settled(), the
-  // next synchronised backward does that. count_replayed() counts a replayed backward in the ledger
-  // as if it had run.
+  // next synchronised backward does that.
   std::uint64_t layout() const;
   bool settled() const;
-  void count_replayed(bool synchronised);
 
   // For a strategy in place of this reducer (reduce_strategy.h).
   parallel::GradientStore& gradients();

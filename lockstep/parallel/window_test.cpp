@@ -257,6 +257,79 @@ TEST(Window, NothingTakesPartInSyncBatchNorm) {
   });
 }
 
+struct Lookup : torch::nn::Module {
+  explicit Lookup(bool sparse) : table(torch::nn::EmbeddingOptions(10, 3).sparse(sparse)), b(3, 4) {
+    register_module("table", table);
+    register_module("b", b);
+    to(at::kDouble);
+    const torch::NoGradGuard no_grad;
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
+    for (auto& p : parameters()) p.copy_(at::randn(p.sizes(), generator, p.options()));
+  }
+  at::Tensor forward(const at::Tensor& ids) { return b(table(ids)); }
+  torch::nn::Embedding table;
+  torch::nn::Linear b;
+};
+
+Batch looked_up(std::int64_t begin, std::int64_t count) {
+  const auto all = at::arange(begin, begin + count);
+  return {.data = all.remainder(10), .target = all.remainder(4), .tokens = count};
+}
+
+// The ranks' rows differ, two of them are those of a batch that weighs nothing.
+TEST(Window, SparseGradientsAreWeighedAsDenseOnes) {
+  Lookup whole(/*sparse=*/false);
+  const Batch all = looked_up(0, 15);
+  loss_of(whole.forward(all.data), all.target).backward();
+  run_threads(2, [&](World& world) {
+    const auto net = std::make_shared<Lookup>(/*sparse=*/true);
+    DistributedDataParallel model{net, world};
+    const Batch nothing{.data = at::arange(8, 10), .target = at::full({2}, -100), .tokens = 0};
+    const auto batches = world.rank() == 0
+                             ? std::vector<Batch>{looked_up(0, 5), looked_up(5, 3)}
+                             : std::vector<Batch>{nothing, looked_up(8, 1), looked_up(9, 6)};
+    run_window(model, world, Window(batches, world), loss_of);
+    EXPECT_TRUE(net->table->weight.grad().is_sparse());
+    const auto wanted = whole.parameters(), got = net->parameters();
+    for (std::size_t i = 0; i < got.size(); ++i)
+      EXPECT_TENSOR_NEAR(got[i].grad().to_dense(), wanted[i].grad(), kOrder);
+  });
+}
+
+// A weight hides what batches without tokens compute, and nothing else.
+TEST(Window, ALossThatIsNotANumberReachesEveryRank) {
+  for (const std::size_t broken : {0u, 1u}) {  // the one that ends the window, and the other
+    run_threads(2, [&](World& world) {
+      DistributedDataParallel model{make_net(), world};
+      optim::ReplicatedOptimizer optimizer(model, optim::SGDOptions{.lr = 0.5});
+      const std::int64_t begin = world.rank() * 8;
+      std::vector<Batch> batches{samples(begin, 4, false), samples(begin + 4, 2, false)};
+      if (world.rank() == 1) batches[broken].data.fill_(std::nan(""));
+      EXPECT_TRUE(std::isnan(run_window(model, world, Window(batches, world), loss_of)));
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& p : model.parameters()) {
+        EXPECT_TRUE(p.grad().isnan().any().item<bool>());
+        before.push_back(p.detach().clone());
+      }
+      EXPECT_EQ(optimizer.step({.skip_non_finite = true}).skipped.item<double>(), 1);
+      const auto after = model.parameters();
+      for (std::size_t i = 0; i < after.size(); ++i) EXPECT_TENSOR_EQ(after[i], before[i]);
+    });
+  }
+}
+
+TEST(Window, PassesMayHaveAForwardThatChangesItself) {
+  const auto weight = at::ones({2}).set_requires_grad(true);
+  const auto parallelism = of_one(weight, World());
+  const Window window({looked_up(0, 1), looked_up(1, 1)});
+  const auto losses = parallelism->run_window(passes_of(
+      window, [weight, calls = 0](const Batch&) mutable { return (weight * ++calls).sum(); }));
+  ASSERT_EQ(losses.size(), 2u);
+  EXPECT_EQ(losses[0].item<double>(), 2);
+  EXPECT_EQ(losses[1].item<double>(), 4);
+  EXPECT_TENSOR_EQ(weight.grad(), at::full({2}, 1.5));
+}
+
 TEST(Window, SynchronisesAtTheEndAlone) {
   for (const auto weights : {WindowWeights::kCounts, WindowWeights::kOwnCounts}) {
     run_threads(2, [&](World& world) {
@@ -330,6 +403,24 @@ TEST(Window, RefusesWhatItCannotWeigh) {
               HasSubstr("[Window] there are no micro-batches"));
   EXPECT_THAT(message_of<UsageError>([] { Window({Batch{.tokens = -1}}); }),
               HasSubstr("a batch has -1 tokens"));
+  // Where only one rank has no batches it learns so before the ranks count, and may do as it is
+  // told: the gradients are those of the other one.
+  const Batch all = samples(0, 4, false);
+  Net alone = make_net();
+  loss_of(alone->forward(all.data), all.target).backward();
+  run_threads(2, [&](World& world) {
+    DistributedDataParallel model{make_net(), world};
+    std::vector<Batch> batches{all};
+    if (world.rank() == 1) {
+      const std::string refusal = message_of<UsageError>([&] { Window({}, world); });
+      EXPECT_THAT(refusal, HasSubstr("Give a rank without data a batch whose tokens are 0"));
+      batches = {Batch{.data = all.data, .target = at::full({4}, -100)}};
+    }
+    run_window(model, world, Window(batches, world), loss_of);
+    const auto wanted = alone->parameters(), got = model.parameters();
+    for (std::size_t i = 0; i < got.size(); ++i)
+      EXPECT_TENSOR_NEAR(got[i].grad(), wanted[i].grad(), kOrder);
+  });
 }
 
 // ---------------------------------------------------------------- checkpoint_sequential

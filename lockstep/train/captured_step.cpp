@@ -21,6 +21,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
 #include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
@@ -38,6 +39,10 @@ using Key = std::vector<std::int64_t>;
 constexpr std::size_t kMaxEntries = 64;
 // Recordings of one entry. Where gradients move in every window, recording again does not help.
 constexpr int kMaxRecordings = 4;
+// What passes count in the ledger. Other threads may count other things while one is recorded.
+constexpr ledger::Counter kOfPasses[] = {
+    ledger::Counter::kMicroBatches, ledger::Counter::kSynchronisedPasses, ledger::Counter::kUpdates,
+    ledger::Counter::kBuckets, ledger::Counter::kReducedBytes};
 
 Key key_of(const Tensors& inputs, int variant) {
   Key key{variant};
@@ -117,6 +122,7 @@ struct CapturedStep::Impl {
     std::vector<Place> places{};  // of the parameters, before it
     std::uint64_t layout = 0;     // of the gradients
     std::uint64_t optimizer = 0;  // its layout
+    ledger::Totals counted{};     // in the ledger by the function while it was recorded
   };
 
   optim::Optimizer& optimizer;
@@ -291,6 +297,7 @@ struct CapturedStep::Impl {
     entry.graph = cuda::make_graph(first_graph);
     if (first_graph == nullptr || first_graph == replaced.get()) first_graph = entry.graph.get();
     const LastOperation operation;
+    const ledger::Totals before = ledger::totals();
     try {
       on_side_stream([&] {
         const DeviceMarksOff marks_off;
@@ -303,6 +310,7 @@ struct CapturedStep::Impl {
     } catch (const std::exception& e) {
       return "'" + LastOperation::get() + "' cannot be captured (" + first_line(e.what()) + ")";
     }
+    entry.counted = ledger::since(before, ledger::totals());
     return "";
   }
 
@@ -351,6 +359,13 @@ struct CapturedStep::Impl {
     }
     return entry.outputs;
   }
+
+  // As the function would have, none of whose host code has run.
+  static void count_replayed(const ledger::Totals& counted) {
+    for (const ledger::Counter counter : kOfPasses)
+      ledger::add(counter, counted.counts[index(counter)]);
+    for (std::uint64_t step = 0; step < counted.steps; ++step) ledger::count_step();
+  }
 };
 
 CapturedStep::CapturedStep(optim::Optimizer& optimizer, CapturedStepOptions options, Work work)
@@ -391,6 +406,7 @@ CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
   }
   if (choice == Choice::kRecord && !self.record(*entry, variant)) return self.work(inputs, variant);
   self.replayed = choice == Choice::kReplay;
+  if (self.replayed) Impl::count_replayed(entry->counted);
   return self.replay(*entry);
 }
 

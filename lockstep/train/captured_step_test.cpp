@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/core/error.h"
+#include "lockstep/core/ledger.h"
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/optim/amp.h"
@@ -215,6 +216,34 @@ TEST(CapturedStep, WindowsOfSeveralMicroBatches) {
   }
   EXPECT_EQ(replays, on_cuda() ? kPasses * kWindows / 2 - 1 : 0);
   expect_same_weights(plain, captured);
+}
+
+// A rank alone: no reducer counts what its backward does.
+TEST(CapturedStep, CountsThePassesAndStepsOfReplays) {
+  constexpr int kWindows = 12;
+  Training training;
+  const auto parallelism = std::make_shared<DataParallel>(*training.model, World());
+  CapturedStep step(
+      *training.optimizer,
+      {.step = training.how, .parameters = training.parameters(), .parallelism = parallelism},
+      [&](const Tensors& inputs, int last) -> Tensors {
+        const at::Tensor loss = training.model->loss(inputs[0], inputs[1]);
+        parallelism->backward(loss * 0.5, last == 1);
+        if (last == 0) return {loss.detach()};
+        training.optimizer->step(training.how);
+        training.optimizer->zero_grad();
+        return {loss.detach()};
+      });
+  int replays = 0;
+  const ledger::Totals before = ledger::totals();
+  for (int i = 0; i < 2 * kWindows; ++i) {
+    step.run(batch(i), i % 2);
+    replays += step.replayed() ? 1 : 0;
+  }
+  const ledger::Totals spent = ledger::since(before, ledger::totals());
+  EXPECT_EQ(replays >= kWindows, on_cuda());
+  EXPECT_EQ(spent.counts[index(ledger::Counter::kMicroBatches)], std::uint64_t{2 * kWindows});
+  EXPECT_EQ(spent.steps, std::uint64_t{kWindows});
 }
 
 TEST(CapturedStep, LoadedStateIsWhatReplaysContinueFrom) {

@@ -465,10 +465,7 @@ at::Tensor Loop::captured_micro_batch(const data::MicroBatch& micro, bool first)
       captured_->run(inputs, (first ? kFirst : 0) + (micro.last ? kLast : 0));
   mark_device_phase(ledger::Phase::kNone, device);
   ++batches_run_;
-  if (captured_->replayed()) {
-    ++batches_replayed_;
-    run_.parallelism->count_replayed(micro.last);
-  }
+  if (captured_->replayed()) ++batches_replayed_;
   if (micro.last) step_result_ = {.grad_norm = outputs[1], .skipped = outputs[2]};
   return outputs[0];
 }

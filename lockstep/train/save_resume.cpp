@@ -14,9 +14,11 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/text.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 #include "lockstep/io/manifest.h"
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/effective_batch.h"
@@ -197,6 +199,49 @@ std::string contribution_of(const CheckpointParts& parts, const Mesh& mesh,
   return text;
 }
 
+// A tensor's bits, added up as integers, so that no order of summation changes the sum.
+std::int64_t sum_of_bits(const at::Tensor& tensor) {
+  const std::size_t bytes = tensor.element_size();
+  const at::ScalarType type = bytes == 1   ? at::kByte
+                              : bytes == 2 ? at::kShort
+                              : bytes == 4 ? at::kInt
+                                           : at::kLong;
+  return tensor.detach().flatten().view(type).sum(at::kLong).item<std::int64_t>();
+}
+
+// A line for each trained parameter, with its sum. Empty where a wrapper keeps replicas equal, or
+// where the parts name the tensors: a program may collect those from its ranks by itself.
+std::string unwrapped_parameters(const CheckpointParts& parts) {
+  if (parts.model_files.tensors) return {};
+  std::string text;
+  for (const auto& parameter : parts.module->named_parameters()) {
+    const at::Tensor& value = parameter.value();
+    if (optim::is_watched(value)) return {};
+    if (value.requires_grad() && value.layout() == at::kStrided)
+      text += fmt::format("{} {}\n", parameter.key(), sum_of_bits(value));
+  }
+  return text;
+}
+
+// Rank 0's model would be saved for all. Collective; throws the same on every rank.
+void refuse_separate_models(World& world, const CheckpointParts& parts) {
+  if (world.size() == 1) return;
+  const auto all = agree(world, [&] { return unwrapped_parameters(parts); });
+  const std::vector<std::string> first = lines_of(all[0]);
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    const std::vector<std::string> here = lines_of(all[rank]);
+    if (here.size() != first.size()) continue;  // another model, or one that is wrapped
+    const auto other = std::ranges::mismatch(first, here).in1;
+    if (other == first.end()) continue;
+    throw UsageError("checkpoint",
+                     "parameter '{}' of rank {} is not that of rank 0, and the model is not "
+                     "wrapped: each rank probably trains a model of its own. Wrap it "
+                     "(lockstep::DistributedDataParallel) and train the wrapper. To save rank 0's "
+                     "model alone, call save_checkpoint() there with a World().",
+                     other->substr(0, other->rfind(' ')), rank);
+  }
+}
+
 // Every rank has the same list, so all of them throw or none does.
 void check_same_step(const std::vector<std::string>& all) {
   for (std::size_t rank = 1; rank < all.size(); ++rank)
@@ -280,6 +325,7 @@ std::string save_checkpoint(const std::string& directory, Mesh mesh, const Check
   const std::string path = train::checkpoint_path(directory, options.step);
   const bool divided = any_rank(
       world, train::any_divided(train::saved_tensors(*parts.module, parts.model_files, false)));
+  if (!divided) refuse_separate_models(world, parts);
   TensorDict state;
   if (parts.optimizer != nullptr) {
     parts.optimizer->name_parameters(parts.module->named_parameters().pairs());

@@ -82,7 +82,8 @@ struct SaveOptions {
 // Saves after an optimizer step, when no gradients are accumulated: a checkpoint does not have
 // them. Durable on return, on every rank; returns the folder. UsageError where `directory` has
 // checkpoints that this run neither wrote nor resumed from, or of higher steps: the highest step
-// would be resumed from. Throws for a full disk too; older checkpoints are not harmed.
+// would be resumed from; and where ranks' models differ and no wrapper keeps them equal. Throws for
+// a full disk too; older checkpoints are not harmed.
 std::string save_checkpoint(const std::string& directory, Mesh mesh, const CheckpointParts& parts,
                             const SaveOptions& options);
 

@@ -738,6 +738,21 @@ TEST(SaveResume, RatesThatDifferNeedAsManyParameterGroups) {
               HasSubstr("learning rates for 2 parameter groups, and the optimizer has 1"));
 }
 
+TEST(SaveResume, SeparateModelsAreNotSavedAsOne) {
+  io::TemporaryDirectory dir;
+  testing::run_threads(3, [&](World& world) {
+    const torch::NoGradGuard no_grad;
+    torch::nn::Sequential net = network_with_buffers();
+    for (at::Tensor& buffer : net->buffers()) buffer.fill_(world.rank());  // which may differ
+    const CheckpointParts parts{.module = net.get(), .rng = false};
+    save_checkpoint(dir.path(), world, parts, {.step = 1});
+    if (world.rank() == 2) net->parameters()[1][3] += 1e-6;
+    EXPECT_THAT(
+        io::message_of<UsageError>([&] { save_checkpoint(dir.path(), world, parts, {.step = 2}); }),
+        HasSubstr("parameter '0.bias' of rank 2 is not that of rank 0"));
+  });
+}
+
 // One rank's optimizer has a parameter that the module does not have: rank 0 would write.
 TEST(SaveResume, ARefusalOfTheOptimizersStateIsEverybodys) {
   io::TemporaryDirectory dir;

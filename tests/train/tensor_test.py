@@ -165,6 +165,13 @@ class Tensor(TrainCase):
         copy_until(output, rest, STEP)
         self.run_with(4, rest.name, "--resume", "auto", *PLAIN)
         self.assert_close(plain, rest)
+        # With as many ranks as slices a host has one copy, and nothing is divided there.
+        short = ("--max_steps", 4)
+        said = self.on_two_hosts(2, self.place / "copy", "--fsdp", "hybrid_shard", *tensor(2),
+                                 *short)
+        self.assertIn("fully sharded over 1 rank, in slices on 2 tensor parallel ranks", said[0])
+        plain, _ = self.run_with(2, "plain-2", *PLAIN, *short)
+        self.assert_close(plain, self.place / "copy")
 
     def test_every_checkpoint_continues_everywhere(self):
         whole, _ = self.run_with(1, "whole")
