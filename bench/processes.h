@@ -62,7 +62,7 @@ struct Scratch : cli::ScratchFolder {
 struct RankProcessesOptions {
   std::string name;
   int ranks = 1;
-  std::string rank;  // "model", or a script's name: "gpt_peer.py"
+  std::string rank;  // "model", or a script's name: "model_peer.py"
   nlohmann::json settings;
 };
 

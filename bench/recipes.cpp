@@ -203,7 +203,7 @@ std::vector<RecipeSide> start_sides(const Recipe& recipe, const RecipeOptions& o
   for (const std::string& mode : options.peers)
     peers.push_back({.name = mode,
                      .ranks = std::make_unique<RankProcesses>(RankProcessesOptions{
-                         .name = mode, .rank = settings.kind + "_peer.py", .settings = settings})});
+                         .name = mode, .rank = "model_peer.py", .settings = settings})});
   if (!peers.empty()) verify(recipe, *step, *peers.front().ranks, options.corrupt);
   if (options.step) sides.push_back({.name = kStep, .ranks = std::move(step)});
   step.reset();

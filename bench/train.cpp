@@ -33,7 +33,7 @@ struct TrainSide {
         lr(lr),
         ranks({.name = key,
                .ranks = ranks,
-               .rank = key == kPython ? "gpt_peer.py" : "model",
+               .rank = key == kPython ? "model_peer.py" : "model",
                .settings = with(key, std::move(settings))}) {}
 
   static ModelSettings with(const std::string& key, ModelSettings settings) {
