@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "launcher/supervisor.h"
+#include "launcher/plan.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
