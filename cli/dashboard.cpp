@@ -8,12 +8,11 @@
 #include <utility>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "observe/dashboard/http_server.h"
-#include "observe/dashboard/run_report.h"
+#include "observe/dashboard/page.h"
 
 namespace lockstep::cli {
 namespace {

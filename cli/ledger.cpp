@@ -6,7 +6,6 @@
 #include <map>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "launcher/stall_table.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -1,11 +1,11 @@
 // `lockstep run`: parses the arguments into a plan (launcher/flags.h) and runs it
-// (launcher/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
+// (launcher/plan.h). `lockstep train` with flags of `lockstep run` starts its ranks
 // the same way.
 #include <fcntl.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -15,8 +15,8 @@
 
 #include "cli/commands.h"
 #include "launcher/flags.h"
+#include "launcher/plan.h"
 #include "launcher/process.h"
-#include "launcher/supervisor.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
@@ -29,7 +29,7 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr int kAskLimit_ms = 10'000;
+constexpr std::chrono::seconds kAskLimit{10};
 
 // The launcher's flag that `arg` is, or is a unique prefix of, unless a key has that name or the
 // flag says what to start. UsageError for a flag of another launcher.
@@ -81,8 +81,7 @@ std::optional<int> ask_python(const std::string& python, const char* lines) {
     for (char** variable = environ; *variable != nullptr; ++variable)
       request.environment.emplace_back(*variable);
     launch::Process asked = launch::start_process(request);
-    pollfd end{.fd = asked.pidfd(), .events = POLLIN, .revents = 0};
-    if (::poll(&end, 1, kAskLimit_ms) <= 0) asked.signal_group(SIGKILL);
+    if (!asked.wait_for(kAskLimit)) asked.signal_group(SIGKILL);
     const auto ending = asked.reap();
     return ending ? std::optional(ending->exit_code()) : std::nullopt;
   } catch (const Error&) {
