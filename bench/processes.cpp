@@ -17,14 +17,13 @@
 #include <filesystem>
 
 #include "bench/harness.h"
+#include "launcher/worker.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/train/trainer_state.h"
-
-extern char** environ;
 
 namespace lockstep::bench {
 namespace fs = std::filesystem;
@@ -60,12 +59,7 @@ launch::Process start_lockstep(const std::vector<std::string>& arguments,
   launch::ProcessRequest request;
   request.argv = {program_beside("../bin/lockstep")};
   request.argv.insert(request.argv.end(), arguments.begin(), arguments.end());
-  for (char** entry = ::environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    if (!changed.contains(text.substr(0, text.find('=')))) request.environment.push_back(text);
-  }
-  for (const auto& [name, value] : changed)
-    if (!value.empty()) request.environment.push_back(name + "=" + value);
+  request.environment = launch::process_environment(changed);
   request.stdout_fd = request.stderr_fd = output;
   ::sigprocmask(SIG_SETMASK, nullptr, &request.signal_mask);
   ::getrlimit(RLIMIT_NOFILE, &request.files);

@@ -17,12 +17,13 @@
 #include "launcher/flags.h"
 #include "launcher/plan.h"
 #include "launcher/process.h"
+#include "launcher/worker.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
-#include "observe/dashboard/http_server.h"
+#include "observe/dashboard/http.h"
 #include "observe/dashboard/live_run.h"
 #include "observe/dashboard/run_summary.h"
 
@@ -74,13 +75,10 @@ void refuse_in_a_rank(const std::string& flag) {
 std::optional<int> ask_python(const std::string& python, const char* lines) {
   try {
     const Fd nowhere(::open("/dev/null", O_WRONLY | O_CLOEXEC));
-    launch::ProcessRequest request{.argv = {python, "-c", lines},
-                                   .environment = {},
-                                   .stdout_fd = nowhere.get(),
-                                   .stderr_fd = nowhere.get()};
-    for (char** variable = environ; *variable != nullptr; ++variable)
-      request.environment.emplace_back(*variable);
-    launch::Process asked = launch::start_process(request);
+    launch::Process asked = launch::start_process({.argv = {python, "-c", lines},
+                                                   .environment = launch::process_environment({}),
+                                                   .stdout_fd = nowhere.get(),
+                                                   .stderr_fd = nowhere.get()});
     if (!asked.wait_for(kAskLimit)) asked.signal_group(SIGKILL);
     const auto ending = asked.reap();
     return ending ? std::optional(ending->exit_code()) : std::nullopt;
