@@ -42,10 +42,10 @@ int config_command(const Args& args);      // config.cpp
 int data_command(const Args& args);        // data.cpp
 int checkpoint_command(const Args& args);  // checkpoint.cpp
 int plan_command(const Args& args);        // plan.cpp
-int ledger_command(const Args& args);      // ledger.cpp
-int report_command(const Args& args);      // dashboard.cpp
-int monitor_command(const Args& args);     // monitor.cpp
-int dashboard_command(const Args& args);   // dashboard.cpp
+int ledger_command(const Args& args);      // runs.cpp
+int report_command(const Args& args);      // runs.cpp
+int monitor_command(const Args& args);     // runs.cpp
+int dashboard_command(const Args& args);   // runs.cpp
 int doctor_command(const Args& args);      // doctor.cpp
 
 // Replaces this process by that program of libexec; returns 1 only on failure. In main.cpp.
