@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "launcher/plan.h"
+#include "lockstep/core/device_rule.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/thread_signals.h"  // IWYU pragma: export

@@ -30,6 +30,8 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/core/device_rule.h"
+
 namespace lockstep::plan {
 
 // ---------------------------------------------------------------- cards
