@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "cli/commands.h"
-#include "cli/plan_training.h"
+#include "cli/plan.h"
 #include "cli/task_config.h"
 #include "launcher/flags.h"
 #include "launcher/host.h"

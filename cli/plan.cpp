@@ -13,7 +13,6 @@
 
 #include "cli/commands.h"
 #include "cli/local_ranks.h"
-#include "cli/plan_training.h"
 #include "cli/task_config.h"
 #include "launcher/flags.h"
 #include "launcher/host.h"

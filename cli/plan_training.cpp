@@ -1,5 +1,3 @@
-#include "cli/plan_training.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "cli/commands.h"
+#include "cli/plan.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -27,7 +27,7 @@
 #include "lockstep/monitor/run_view.h"
 #include "observe/dashboard/http.h"
 #include "observe/dashboard/page.h"
-#include "observe/dashboard/terminal_view.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::cli {
 namespace {

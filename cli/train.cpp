@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/plan_training.h"
+#include "cli/plan.h"
 #include "cli/train_commands.h"
 #include "launcher/flags.h"
 #include "launcher/host.h"

@@ -21,7 +21,7 @@
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/stoppable_thread.h"
 #include "observe/dashboard/rank_sampler.h"
-#include "observe/dashboard/terminal_view.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
 namespace {

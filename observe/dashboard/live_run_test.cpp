@@ -22,7 +22,7 @@
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/run_figures.h"
 #include "observe/dashboard/rank_sampler.h"
-#include "observe/dashboard/terminal_view.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
 namespace {
