@@ -168,7 +168,8 @@ class ReadingProgress {
   void operator()(std::uint64_t done, std::uint64_t total) {
     const Clock::time_point now = now_();
     const bool last = done == total;
-    if (now < next_ && !(last && said_)) return;
+    if (over_ || (now < next_ && !(last && said_))) return;
+    over_ = last;
     next_ = now + (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
     said_ = true;
     const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
@@ -184,6 +185,7 @@ class ReadingProgress {
   Now now_;
   bool terminal_;
   bool said_ = false;
+  bool over_ = false;
   Clock::time_point start_;
   Clock::time_point next_;
 };
