@@ -145,7 +145,7 @@ models::CausalLmPtr drawn_lm(const Asked& model, at::ScalarType type, c10::Devic
   return made;
 }
 
-// An adapter begins as zero. peers/peer_loop.py sets the same.
+// An adapter begins as zero. peers/model_peer.py sets the same.
 void set_adapters(torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
   for (auto& parameter : module.named_parameters()) {
@@ -198,7 +198,7 @@ Net make_net(const ModelSettings& settings, c10::Device device) {
   return model.resnet ? make_resnet(model, settings, device) : make_lm(model, settings, device);
 }
 
-// Batch `number` on the settings' device; the same numbers as in peers/peer_loop.py.
+// Batch `number` on the settings' device; the same numbers as in peers/model_peer.py.
 // Tokens: low ids are frequent, and every second one follows from its predecessor, so there is
 // something to learn. Images and classes: hashes of their positions.
 ModelBatch make_batch(const ModelSettings& settings, std::int64_t step) {

@@ -11,7 +11,7 @@
 //                                          settings'
 //   {"do": "drop"}                         gives the model's memory back
 //
-// The batch of a rank in step k is a function of both (model_rank.cpp, peers/peer_loop.py).
+// The batch of a rank in step k is a function of both (model_rank.cpp, peers/model_peer.py).
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 namespace lockstep::bench {
 
 struct ModelSettings {
-  std::string kind = "gpt";  // peers/<kind>_peer.py is PyTorch's side
+  std::string kind = "gpt";  // or resnet, or pretrained: what peers/model_peer.py builds
   std::string file;          // the training file that has the model; empty: a GPT, see below
   std::vector<std::string> flags{};  // that change the file
   std::string device = "cpu";

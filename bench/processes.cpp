@@ -17,14 +17,13 @@
 #include <filesystem>
 
 #include "bench/harness.h"
+#include "launcher/worker.h"
 #include "lockstep/comm/device.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/train/trainer_state.h"
-
-extern char** environ;
 
 namespace lockstep::bench {
 namespace fs = std::filesystem;
@@ -60,33 +59,18 @@ launch::Process start_lockstep(const std::vector<std::string>& arguments,
   launch::ProcessRequest request;
   request.argv = {program_beside("../bin/lockstep")};
   request.argv.insert(request.argv.end(), arguments.begin(), arguments.end());
-  for (char** entry = ::environ; *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    if (!changed.contains(text.substr(0, text.find('=')))) request.environment.push_back(text);
-  }
-  for (const auto& [name, value] : changed)
-    if (!value.empty()) request.environment.push_back(name + "=" + value);
+  request.environment = launch::process_environment(changed);
   request.stdout_fd = request.stderr_fd = output;
   ::sigprocmask(SIG_SETMASK, nullptr, &request.signal_mask);
   ::getrlimit(RLIMIT_NOFILE, &request.files);
   return launch::start_process(request);
 }
 
-bool ended(const launch::Process& process, std::chrono::milliseconds limit) {
-  const Deadline deadline = Deadline::after(limit);
-  pollfd fd{process.pidfd(), POLLIN, 0};
-  int count;
-  do {
-    count = ::poll(&fd, 1, deadline.remaining_ms());
-  } while (count < 0 && errno == EINTR);
-  return count > 0;
-}
-
 void stop(launch::Process& process) {
   for (const int signal : {0, SIGTERM, SIGKILL}) {
     if (!process.alive()) return;
     if (signal != 0) process.signal_group(signal);
-    if (ended(process, std::chrono::seconds(10))) process.reap();
+    if (process.wait_for(std::chrono::seconds(10))) process.reap();
   }
 }
 
@@ -182,7 +166,7 @@ RankProcesses::~RankProcesses() {
 }
 
 void RankProcesses::fail(const std::string& what) {
-  ended(launcher_, std::chrono::seconds(10));
+  launcher_.wait_for(std::chrono::seconds(10));
   const auto ending = launcher_.reap();
   throw Error("bench", fmt::format("the ranks of '{}' {} ({}). Their own messages are above.", name,
                                    what, ending ? ending->text() : "still running"));
@@ -256,7 +240,7 @@ void RankProcesses::check_idle() {
 
 void RankProcesses::finish() {
   members_.clear();
-  ended(launcher_, std::chrono::minutes(1));
+  launcher_.wait_for(std::chrono::minutes(1));
   const auto ending = launcher_.reap();
   if (!ending || !ending->ok())
     throw Error("bench", fmt::format("the ranks of '{}' did not end well ({})", name,
@@ -359,7 +343,7 @@ TrainFigures run_train(const TrainJob& job, const std::string& folder) {
   arguments.insert(arguments.end(), job.flags.begin(), job.flags.end());
   arguments.push_back("--output_dir=" + folder);
   launch::Process process = start_lockstep(arguments, job.environment, log.get());
-  const bool in_time = ended(process, kTimeout);
+  const bool in_time = process.wait_for(kTimeout);
   if (!in_time) stop(process);
   const auto ending = in_time ? process.reap() : std::nullopt;
   if (!ending || !ending->ok())

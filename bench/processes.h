@@ -37,8 +37,6 @@ using Environment = std::map<std::string, std::string>;
 // Starts `lockstep ARGUMENTS...`; `output` takes stdout and stderr, -1: inherited.
 launch::Process start_lockstep(const std::vector<std::string>& arguments,
                                const Environment& changed = {}, int output = -1);
-// False if the process is still running after that time.
-bool ended(const launch::Process& process, std::chrono::milliseconds limit);
 // Ends a running process: first by a request, then by force.
 void stop(launch::Process& process);
 
@@ -62,7 +60,7 @@ struct Scratch : cli::ScratchFolder {
 struct RankProcessesOptions {
   std::string name;
   int ranks = 1;
-  std::string rank;  // "model", or a script's name: "gpt_peer.py"
+  std::string rank;  // "model", or a script's name: "model_peer.py"
   nlohmann::json settings;
 };
 

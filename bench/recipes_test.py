@@ -9,7 +9,7 @@ import unittest
 from bench_case_for_test import Case
 
 sys.path.insert(0, os.path.join(os.environ["LOCKSTEP_SOURCE"], "bench", "peers"))
-import peer_loop  # noqa: E402
+import model_peer  # noqa: E402
 
 GPT = """model: {name: gpt, n_layer: 2, n_head: 4, n_embd: 32, vocab_size: 257}
 max_seq_len: 32
@@ -115,7 +115,7 @@ class Peer(unittest.TestCase):
                 return {"losses": []}
 
         answers = io.StringIO()
-        peer_loop.serve(Trainee(), ['{"do": "time"}', '{"do": "train"}'], answers)
+        model_peer.serve(Trainee(), ['{"do": "time"}', '{"do": "train"}'], answers)
         found = [json.loads(line) for line in answers.getvalue().splitlines()]
         for answer in found:
             self.assertGreaterEqual(answer.pop("idle_s"), 0)

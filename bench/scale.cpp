@@ -10,7 +10,7 @@
 
 #include "bench/harness.h"
 #include "bench/processes.h"
-#include "launcher/accelerate_config.h"
+#include "launcher/flags.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -19,7 +19,6 @@
 #include "lockstep/train/config.h"
 #include "lockstep/train/effective_batch.h"
 #include "observe/dashboard/page.h"
-#include "observe/dashboard/run_report.h"
 
 namespace lockstep::bench {
 namespace {

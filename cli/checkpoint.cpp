@@ -10,7 +10,6 @@
 #include <optional>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

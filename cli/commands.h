@@ -1,5 +1,5 @@
-// The subcommands of `lockstep`, one file each, and their common functions: text for a terminal,
-// errors as exit codes, environment variables, progress of a long read.
+// The subcommands of `lockstep`, one file each, and their common functions: flags, text for a
+// terminal, errors as exit codes, environment variables, progress of a long read.
 //
 //   int main(int argc, char** argv) { return cli::guarded([&] { return command(argc, argv); }); }
 //   print_text("{}: {} tensors\n", name_in_a_file, count);
@@ -16,12 +16,18 @@
 #include <exception>
 #include <functional>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
+
+namespace CLI {
+class App;
+}
 
 namespace lockstep::cli {
 
@@ -36,12 +42,11 @@ int config_command(const Args& args);      // config.cpp
 int data_command(const Args& args);        // data.cpp
 int checkpoint_command(const Args& args);  // checkpoint.cpp
 int plan_command(const Args& args);        // plan.cpp
-int ledger_command(const Args& args);      // ledger.cpp
-int report_command(const Args& args);      // dashboard.cpp
-int monitor_command(const Args& args);     // monitor.cpp
-int dashboard_command(const Args& args);   // dashboard.cpp
+int ledger_command(const Args& args);      // runs.cpp
+int report_command(const Args& args);      // runs.cpp
+int monitor_command(const Args& args);     // runs.cpp
+int dashboard_command(const Args& args);   // runs.cpp
 int doctor_command(const Args& args);      // doctor.cpp
-int doctor_run_command(const Args& args);  // doctor_run.cpp: with --run DIR among the arguments
 
 // Replaces this process by that program of libexec; returns 1 only on failure. In main.cpp.
 int execute(const char* program, const Args& args);
@@ -57,6 +62,62 @@ template <typename... Args>
 void print_text(fmt::format_string<Args...> format, Args&&... args) {
   print_text(stdout, format, std::forward<Args>(args)...);
 }
+
+// ---------------------------------------------------------------- flags
+//
+// A command's flags, parsed by CLI11 under the conventions of all commands: --flag VALUE and
+// --flag=VALUE, switches without a value, and an error that names the nearest flag.
+//
+//   Flags flags("ledger");
+//   flags.value("--records", [&](const std::string& text) { records = count_of(text); });
+//   flags.toggle("--json", json);
+//   const Args names = flags.read(args);        // what is no flag, in order
+//
+// `lockstep run` has torchrun's grammar and a parser of its own (launcher/flags.h).
+
+class Flags {
+ public:
+  explicit Flags(std::string command);
+  ~Flags();
+  Flags(const Flags&) = delete;
+  Flags& operator=(const Flags&) = delete;
+
+  // `names`: "--output", or "-o,--output". `set` is called for each occurrence, after all are
+  // parsed; `what` describes the value in the error when it is missing.
+  void value(const std::string& names, std::function<void(const std::string&)> set,
+             const char* what = "a value");
+  void text(const std::string& names, std::string& to, const char* what = "a value");
+  void toggle(const std::string& name, bool& on);
+  // A whole number within bounds, for an integer or an optional of one.
+  template <typename T>
+  void integer(const std::string& names, T& to, std::int64_t least, std::int64_t most,
+               const char* what = "a value") {
+    const auto read = [=, &to, name = names.substr(0, names.find(','))](const std::string& text) {
+      to = env::parse_int(text, name, least, most);
+    };
+    value(names, read, what);
+  }
+
+  // Throws UsageError. With `keys`, unknown flags are keys of another parser, such as that of a
+  // training file, and stay in the result.
+  Args read(const Args& args, bool keys = false);
+
+ private:
+  struct Known {
+    std::string name;
+    const char* needs;  // null: a switch
+  };
+  const Known* find(const std::string& arg) const;
+
+  std::string command_;
+  std::unique_ptr<CLI::App> app_;
+  std::vector<Known> known_;
+};
+
+// Prints the text if --help or -h is among the arguments, and returns whether it was.
+bool print_help(const Args& args, const char* text);
+
+// ---------------------------------------------------------------- errors, progress
 
 // Turns a command's exceptions into one line on stderr, and 2 for the caller's mistake or 1. A
 // program that links LibTorch passes the result to end_at_once().
@@ -107,7 +168,8 @@ class ReadingProgress {
   void operator()(std::uint64_t done, std::uint64_t total) {
     const Clock::time_point now = now_();
     const bool last = done == total;
-    if (now < next_ && !(last && said_)) return;
+    if (over_ || (now < next_ && !(last && said_))) return;
+    over_ = last;
     next_ = now + (terminal_ ? std::chrono::milliseconds(200) : std::chrono::seconds(10));
     said_ = true;
     const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
@@ -123,6 +185,7 @@ class ReadingProgress {
   Now now_;
   bool terminal_;
   bool said_ = false;
+  bool over_ = false;
   Clock::time_point start_;
   Clock::time_point next_;
 };

@@ -7,10 +7,9 @@
 #include <optional>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
-#include "cli/plan_training.h"
+#include "cli/plan.h"
 #include "cli/task_config.h"
-#include "launcher/accelerate_config.h"
+#include "launcher/flags.h"
 #include "launcher/host.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -1,15 +1,12 @@
 // `lockstep data`: text into token shards, and a look into files of tokens and instructions.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <optional>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
@@ -22,8 +19,6 @@
 
 namespace lockstep::cli {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr const char* kDataHelp =
     "usage: lockstep data tokenize --output FOLDER [OPTIONS] FILE|FOLDER...\n"
@@ -45,28 +40,6 @@ constexpr const char* kDataHelp =
     "  --format FORMAT      for files without a header: nanogpt\n"
     "  --show N             the first N tokens (default: 64)\n"
     "  --tokenizer PATH     shows them as text, by this tokenizer\n";
-
-std::string count_text(double count) {
-  if (count >= 1e9) return fmt::format("{:.2f} G", count / 1e9);
-  if (count >= 1e6) return fmt::format("{:.1f} M", count / 1e6);
-  return fmt::format("{:.0f}", count);
-}
-
-// A progress bar on a terminal, nothing elsewhere.
-std::function<void(std::uint64_t, std::uint64_t)> progress_bar(const char* unit) {
-  if (::isatty(STDERR_FILENO) != 1) return {};
-  return [unit, start = Clock::now()](std::uint64_t done, std::uint64_t total) {
-    constexpr std::size_t kWidth = 30;
-    const double part = total == 0 ? 1.0 : static_cast<double>(done) / static_cast<double>(total);
-    const auto filled = static_cast<std::size_t>(part * kWidth);
-    const double seconds = seconds_since(start);
-    fmt::print(stderr, "\r[{}{}] {:3.0f} %  {} {}, {} a second \033[K", std::string(filled, '#'),
-               std::string(kWidth - filled, '.'), 100 * part, count_text(static_cast<double>(done)),
-               unit, count_text(seconds > 0 ? static_cast<double>(done) / seconds : 0.0));
-    if (done == total) fmt::print(stderr, "\n");
-    std::fflush(stderr);
-  };
-}
 
 // The id of the token that --end-of-text names.
 std::optional<std::int64_t> end_of_text(const std::string& token,
@@ -103,8 +76,8 @@ int tokenize(const Args& args) {
                      options.output);
   if (!tokenizer.empty()) options.tokenizer = data::Tokenizer::from_file(tokenizer);
   options.end_of_text = end_of_text(end, options.tokenizer);
-  options.progress = progress_bar(options.tokenizer ? "bytes" : "tokens");
-  const auto start = Clock::now();
+  options.progress = ReadingProgress("the texts");
+  const auto start = Deadline::Clock::now();
   const data::TokenizeResult result = data::tokenize(options);
   const double seconds = seconds_since(start);
   print_text("{}: {} tokens of {} documents in {} shards, {:.1f} s\n", options.output,

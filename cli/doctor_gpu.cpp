@@ -52,7 +52,7 @@ void worsen(Check& check, Status status) {
 // "2 x NVIDIA H100 80GB HBM3, NVIDIA L40S"
 std::string models_text(const launch::Gpus& gpus) {
   std::map<std::string, int> counts;
-  for (const launch::GpuModel& model : gpus.models) ++counts[model.name];
+  for (const GpuModel& model : gpus.models) ++counts[model.name];
   std::vector<std::string> words;
   for (const auto& [name, count] : counts) words.push_back(fmt::format("{} x {}", count, name));
   return fmt::format("{}", fmt::join(words, ", "));

@@ -8,7 +8,7 @@
 
 #include "cli/doctor_checks.h"
 #include "cli/local_ranks.h"
-#include "cli/plan_training.h"
+#include "cli/plan.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 

@@ -14,7 +14,6 @@
 #include <set>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "launcher/host.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/document.h"

@@ -1,11 +1,10 @@
-#include "cli/flags.h"
-
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <utility>
 
+#include "cli/commands.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
 #include "cli/train_commands.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"

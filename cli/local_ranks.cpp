@@ -87,16 +87,10 @@ RanksOutcome run_ranks(const RanksRequest& request, const std::string& folder) {
     launcher.signal_group(SIGTERM);
     read_all(pipe.read.get(), outcome.output, Deadline::after(kEndLimit));
   }
-  const Deadline end = Deadline::after(kEndLimit);
-  for (;;) {
-    if (const auto ended = launcher.reap()) {
-      outcome.ending = *ended;
-      return outcome;
-    }
-    if (end.expired()) launcher.signal_group(SIGKILL);
-    ::usleep(2000);
-    if (end.elapsed() > 2 * kEndLimit) return outcome;  // stuck in the kernel
-  }
+  if (!launcher.wait_for(kEndLimit)) launcher.signal_group(SIGKILL);
+  launcher.wait_for(kEndLimit);
+  outcome.ending = launcher.reap().value_or(launch::Ending{});  // none: stuck in the kernel
+  return outcome;
 }
 
 std::vector<std::string> tail(const std::string& text) {

@@ -1,5 +1,3 @@
-#include "cli/plan_training.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "cli/commands.h"
+#include "cli/plan.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
@@ -81,12 +80,8 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
 }
 
 plan::Devices found_cards(const launch::Gpus& gpus) {
-  std::vector<plan::FoundGpu> found;
-  for (const launch::GpuModel& gpu : gpus.models)
-    found.push_back({gpu.name, gpu.memory_bytes, gpu.multiprocessors, gpu.clock_khz,
-                     gpu.capability_major, gpu.capability_minor});
   return plan::detected_devices(
-      found, gpus.count > 0 ? "the driver does not say what they are" : gpus.reason);
+      gpus.models, gpus.count > 0 ? "the driver does not say what they are" : gpus.reason);
 }
 
 namespace {

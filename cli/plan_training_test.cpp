@@ -1,8 +1,7 @@
-#include "cli/plan_training.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "cli/plan.h"
 #include "lockstep/core/helpers_for_test.h"
 namespace lockstep::cli {
 namespace {

@@ -1,11 +1,11 @@
 // `lockstep run`: parses the arguments into a plan (launcher/flags.h) and runs it
-// (launcher/supervisor.h). `lockstep train` with flags of `lockstep run` starts its ranks
+// (launcher/plan.h). `lockstep train` with flags of `lockstep run` starts its ranks
 // the same way.
 #include <fcntl.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -15,21 +15,22 @@
 
 #include "cli/commands.h"
 #include "launcher/flags.h"
+#include "launcher/plan.h"
 #include "launcher/process.h"
-#include "launcher/supervisor.h"
+#include "launcher/worker.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/train/config_keys.h"
-#include "observe/dashboard/http_server.h"
+#include "observe/dashboard/http.h"
 #include "observe/dashboard/live_run.h"
 #include "observe/dashboard/run_summary.h"
 
 namespace lockstep::cli {
 namespace {
 
-constexpr int kAskLimit_ms = 10'000;
+constexpr std::chrono::seconds kAskLimit{10};
 
 // The launcher's flag that `arg` is, or is a unique prefix of, unless a key has that name or the
 // flag says what to start. UsageError for a flag of another launcher.
@@ -74,15 +75,11 @@ void refuse_in_a_rank(const std::string& flag) {
 std::optional<int> ask_python(const std::string& python, const char* lines) {
   try {
     const Fd nowhere(::open("/dev/null", O_WRONLY | O_CLOEXEC));
-    launch::ProcessRequest request{.argv = {python, "-c", lines},
-                                   .environment = {},
-                                   .stdout_fd = nowhere.get(),
-                                   .stderr_fd = nowhere.get()};
-    for (char** variable = environ; *variable != nullptr; ++variable)
-      request.environment.emplace_back(*variable);
-    launch::Process asked = launch::start_process(request);
-    pollfd end{.fd = asked.pidfd(), .events = POLLIN, .revents = 0};
-    if (::poll(&end, 1, kAskLimit_ms) <= 0) asked.signal_group(SIGKILL);
+    launch::Process asked = launch::start_process({.argv = {python, "-c", lines},
+                                                   .environment = launch::process_environment({}),
+                                                   .stdout_fd = nowhere.get(),
+                                                   .stderr_fd = nowhere.get()});
+    if (!asked.wait_for(kAskLimit)) asked.signal_group(SIGKILL);
     const auto ending = asked.reap();
     return ending ? std::optional(ending->exit_code()) : std::nullopt;
   } catch (const Error&) {

@@ -5,10 +5,8 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -21,14 +19,14 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/flags.h"
-#include "cli/plan_training.h"
+#include "cli/plan.h"
 #include "cli/train_commands.h"
-#include "launcher/accelerate_config.h"
+#include "launcher/flags.h"
 #include "launcher/host.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
 #include "lockstep/io/file.h"
@@ -87,13 +85,7 @@ struct KeepRecord : Observer {
   void on_train_begin(Event& event) override {
     if (event.rank != 0) return;
     try {
-      const std::string fresh = path + ".new";
-      ::unlink(fresh.c_str());
-      io::FileWriter file(fresh);
-      file.append(record);
-      file.append("\n");
-      file.finish();
-      if (::rename(fresh.c_str(), path.c_str()) != 0) throw io::file_error("rename", path, errno);
+      write_file_atomically(path, record + "\n");
     } catch (const SystemError& e) {
       log::error("train", "{}", e.what());  // not fatal
     }
@@ -179,11 +171,10 @@ class ProbeSteps : public Observer {
     if (tokens != nullptr && samples != nullptr) tokens_per_sample_ = *tokens / *samples;
   }
   void on_train_end(Event& event) override {
-    io::FileWriter file(fmt::format("{}/rank_{}.json", folder_, event.rank));
-    file.append(to_json(map_node({{"step_s", list_node(steps_)},
-                                  {"tokens_per_sample", real_node(tokens_per_sample_)},
-                                  {"memory_bytes", integer_node(peak_bytes())}})));
-    file.finish();
+    write_file_atomically(fmt::format("{}/rank_{}.json", folder_, event.rank),
+                          to_json(map_node({{"step_s", list_node(steps_)},
+                                            {"tokens_per_sample", real_node(tokens_per_sample_)},
+                                            {"memory_bytes", integer_node(peak_bytes())}})));
   }
 
  private:

@@ -1,5 +1,3 @@
-#include "launcher/accelerate_config.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "launcher/flags.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/problems.h"

@@ -1,5 +1,4 @@
 // Accelerate's file: the flag or variable for each key, and every refusal with its location.
-#include "launcher/accelerate_config.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

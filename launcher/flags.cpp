@@ -9,7 +9,6 @@
 #include <random>
 #include <utility>
 
-#include "launcher/accelerate_config.h"
 #include "launcher/process.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"

@@ -34,11 +34,14 @@
 #include "lockstep/core/host.h"
 #include "lockstep/core/text.h"
 
-namespace lockstep::launch {
+namespace lockstep {
 
 // The child process that asks the driver answers in JSON.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GpuModel, name, memory_bytes, multiprocessors, clock_khz,
                                    capability_major, capability_minor)
+
+namespace launch {
+
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Gpus, count, pci_addresses, models, reason, cuda_version)
 
 namespace {
@@ -704,4 +707,5 @@ void HeldPort::stop_listening() const {
   end_listening(sockets_);
 }
 
-}  // namespace lockstep::launch
+}  // namespace launch
+}  // namespace lockstep

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "launcher/plan.h"
+#include "lockstep/core/device_rule.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
 #include "lockstep/core/thread_signals.h"  // IWYU pragma: export
@@ -32,14 +33,6 @@ Variables process_variables();
 // allowed_cores() divided by the local ranks, at least 1: the default OMP_NUM_THREADS.
 int threads_per_rank(int local_ranks);
 
-struct GpuModel {
-  std::string name{};  // "NVIDIA H100 80GB HBM3"
-  std::uint64_t memory_bytes = 0;
-  int multiprocessors = 0;
-  int clock_khz = 0;
-  int capability_major = 0;
-  int capability_minor = 0;
-};
 struct Gpus {
   int count = 0;
   std::vector<std::string> pci_addresses{};  // "0000:17:00.0", as sysfs spells them, by CUDA index

@@ -1,7 +1,12 @@
-// The LaunchPlan: everything that a launcher process is asked to do.
+// The LaunchPlan: everything that a launcher process is asked to do; and supervise(), which starts
+// the ranks of a plan, supervises them, and reports how they ended.
 //
-// parse_flags() (flags.h) makes one from the command line, and supervise() (supervisor.h) runs it.
-// Neither depends on the other, so lockstep::spawn() can make a plan too.
+// parse_flags() (flags.h) makes a plan from the command line, lockstep::spawn() another one.
+//
+//   LaunchPlan plan;
+//   plan.nproc_per_node = 4;
+//   plan.command = {"./train", "--epochs=3"};
+//   return supervise(plan);
 #pragma once
 
 #include <signal.h>
@@ -14,6 +19,8 @@
 #include <vector>
 
 namespace lockstep::launch {
+
+class RunObserver;  // run_observer.h
 
 // Bits that select stdout and stderr of a rank, as in torchrun.
 enum class Streams { kNone = 0, kOut = 1, kErr = 2, kAll = 3 };
@@ -94,5 +101,22 @@ inline const std::vector<int> kUsualStopSignals = {SIGTERM, SIGINT, SIGHUP, SIGQ
 inline const std::vector<int>& stop_signals(const LaunchPlan& plan) {
   return plan.signals_to_handle.empty() ? kUsualStopSignals : plan.signals_to_handle;
 }
+
+// Runs the plan and returns the launcher's exit code: 0, the code of the first rank that failed
+// (128 + n if signal n killed it), 143 after a stop request or 130 after Ctrl-C (the code of a rank
+// that failed while stopping, unless it had to be killed after the grace), 2 if other launchers
+// refuse this one, 1 if one of them is lost. parse_flags() and spawn() have checked the plan. With
+// an observer every rank has a ledger, whatever the plan's stall_timeout is. In supervisor.cpp.
+//
+// One epoll loop waits for pidfds, output pipes, a signalfd and the connections to other launchers,
+// and reads the ranks' ledgers a few times a second (stall_watch.h). It runs in a child process
+// that owns the ranks (process.h), so that nothing is left behind whichever of the two is
+// killed. Only processes that were started here are ever signalled.
+//
+// Files: <log_dir>/<run_id>_<random>/attempt_<k>/<local_rank>/{stdout.log,stderr.log,error.json};
+// the ledger of a rank that failed or stalled (core/ledger_file.h); attempt_<k>/stall.log;
+// with several nodes each one makes <log_dir>/<run_id>_<random>/node_<n>/attempt_<k>/...
+// Call it from a process whose threads do not depend on signals, which it blocks.
+int supervise(const LaunchPlan& plan, RunObserver* observer = nullptr);
 
 }  // namespace lockstep::launch

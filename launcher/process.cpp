@@ -25,6 +25,7 @@
 #include <string_view>
 #include <system_error>
 
+#include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/host.h"
@@ -136,6 +137,16 @@ std::string Ending::text() const {
 void Process::signal_group(int number) const {
   // Until it is reaped, its pid, which is the group's id, is not reused.
   if (alive()) ::kill(-pid_, number);
+}
+
+bool Process::wait_for(std::chrono::milliseconds limit) const {
+  const Deadline deadline = Deadline::after(limit);
+  pollfd fd{pidfd(), POLLIN, 0};
+  int count;
+  do {
+    count = ::poll(&fd, 1, deadline.remaining_ms());
+  } while (count < 0 && errno == EINTR);
+  return count > 0;
 }
 
 std::optional<Ending> Process::reap() {

@@ -17,6 +17,7 @@
 #include <sys/resource.h>
 #include <sys/types.h>
 
+#include <chrono>
 #include <functional>
 #include <optional>
 #include <set>
@@ -67,6 +68,8 @@ class Process {
 
   // Signals every process of its group; a no-op once it was reaped.
   void signal_group(int number) const;
+  // Waits until it has ended; false: it still runs after `limit`.
+  bool wait_for(std::chrono::milliseconds limit) const;
   // None while it runs. Afterwards its pid may be reused.
   std::optional<Ending> reap();
   std::optional<Pause> poll_pause() const;

@@ -1,5 +1,3 @@
-#include "launcher/supervisor.h"
-
 #include <sys/epoll.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
@@ -16,7 +14,9 @@
 #include "launcher/host.h"
 #include "launcher/node_link.h"
 #include "launcher/output.h"
+#include "launcher/plan.h"
 #include "launcher/process.h"
+#include "launcher/run_observer.h"
 #include "launcher/store_server.h"
 #include "launcher/worker_group.h"
 #include "lockstep/core/env.h"

@@ -1,6 +1,4 @@
 // The parts of the supervisor, each alone; how they work together is in tests/launch.
-#include "launcher/supervisor.h"
-
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -23,6 +21,7 @@
 #include "launcher/node_connection.h"
 #include "launcher/node_link.h"
 #include "launcher/output.h"
+#include "launcher/plan.h"
 #include "launcher/process.h"
 #include "launcher/report.h"
 #include "launcher/run_observer.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "launcher/host.h"
-#include "launcher/supervisor.h"
+#include "launcher/plan.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

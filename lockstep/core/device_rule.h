@@ -10,11 +10,22 @@
 // Free function without state; call it from any thread that does not race with setenv().
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
 
 namespace lockstep {
+
+// A device as the CUDA driver describes it.
+struct GpuModel {
+  std::string name{};  // "NVIDIA H100 80GB HBM3"
+  std::uint64_t memory_bytes = 0;
+  int multiprocessors = 0;
+  int clock_khz = 0;
+  int capability_major = 0;
+  int capability_minor = 0;
+};
 
 struct DeviceRequest {
   int local_rank = 0;              // chooses the GPU; negative (not known): the first

@@ -424,20 +424,6 @@ Node curve_node(const Curve& curve) {
   return list_node(std::move(points));
 }
 
-// The interval's time by phase (spent_s()). A rank that counts no steps has reported no
-// phases, so the time outside of them is unknown.
-Node budget_node(const Interval& interval, bool counts_steps) {
-  NodeMembers shares;
-  const PhaseSeconds spent = spent_s(interval);
-  for (std::size_t phase = 0; phase < ledger::kPhases; ++phase) {
-    if (spent[phase] <= 0 || interval.seconds <= 0) continue;
-    if (static_cast<ledger::Phase>(phase) == ledger::Phase::kNone && !counts_steps) continue;
-    shares.emplace_back(phase_key(static_cast<ledger::Phase>(phase)),
-                        number(spent[phase] / interval.seconds));
-  }
-  return map_node(std::move(shares));
-}
-
 Node gpu_node(const RunView& run, int index) {
   const auto& known = run.gpus.gpus;
   for (std::size_t i = 0; index >= 0 && run.gpus.newest && i < known.size(); ++i) {
@@ -476,7 +462,7 @@ Node rank_node(const RunView& run, const RankState& rank) {
        {"step", known(rank.step, 0)},
        {"step_ms", rank.step_ms > 0 ? number(rank.step_ms) : Node{}},
        {"phase", text_node(rank.phase)},
-       {"budget", budget_node(newest, rank.step >= 0)},
+       {"budget", shares_node(newest, rank.step >= 0)},
        {"cores", newest.process ? number(newest.process->cores) : Node{}},
        {"resident_bytes", newest.resident_bytes > 0 ? count(newest.resident_bytes) : Node{}},
        {"threads", known(newest.threads, 1)},
@@ -513,6 +499,18 @@ Node run_node(const RunView& run) {
 }
 
 }  // namespace
+
+Node shares_node(const Interval& interval, bool counts_steps) {
+  NodeMembers shares;
+  const PhaseSeconds spent = spent_s(interval);
+  for (std::size_t phase = 0; phase < ledger::kPhases; ++phase) {
+    if (spent[phase] <= 0 || interval.seconds <= 0) continue;
+    if (static_cast<ledger::Phase>(phase) == ledger::Phase::kNone && !counts_steps) continue;
+    shares.emplace_back(phase_key(static_cast<ledger::Phase>(phase)),
+                        number(spent[phase] / interval.seconds));
+  }
+  return map_node(std::move(shares));
+}
 
 Node snapshot_node(const RunView& run) {
   std::vector<Node> ranks;

@@ -161,6 +161,9 @@ std::optional<double> seconds_left(const RunView& run);
 // The state that docs/dashboard.md describes, as a document and as one line of JSON. Invalid UTF-8
 // and numbers that JSON lacks are replaced.
 Node snapshot_node(const RunView& run);
+// The interval's time by phase (spent_s()) as shares of it; phases without time are omitted. A rank
+// that counts no steps has reported no phases, so the time outside of them is unknown.
+Node shares_node(const Interval& interval, bool counts_steps = true);
 std::string snapshot_json(const RunView& run);
 
 }  // namespace lockstep::monitor

@@ -1,5 +1,3 @@
-#include "observe/dashboard/http_server.h"
-
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <microhttpd.h>
@@ -22,6 +20,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/thread_signals.h"
 #include "lockstep/monitor/prometheus.h"
+#include "observe/dashboard/http.h"
 #include "observe/dashboard/page.h"
 
 namespace lockstep::dashboard {

@@ -1,6 +1,6 @@
 // In place of http_server.cpp where the build found no libmicrohttpd.
 #include "lockstep/core/error.h"
-#include "observe/dashboard/http_server.h"
+#include "observe/dashboard/http.h"
 
 namespace lockstep::dashboard {
 

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "lockstep/core/error.h"
-#include "observe/dashboard/http_server.h"
+#include "observe/dashboard/http.h"
 
 namespace lockstep::dashboard {
 namespace {

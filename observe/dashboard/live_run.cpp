@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "launcher/output.h"
+#include "launcher/process.h"
 #include "launcher/report.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/env.h"
@@ -20,7 +21,7 @@
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/stoppable_thread.h"
 #include "observe/dashboard/rank_sampler.h"
-#include "observe/dashboard/terminal_view.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -94,11 +95,6 @@ std::optional<Position> position_of(const ledger::File* file) {
   const std::uint64_t now = ledger::monotonic_ns();
   const double age_ns = now > record.posted_ns ? static_cast<double>(now - record.posted_ns) : 0;
   return Position{record.operation, record.sequence, ledger::name(record.state), age_ns * 1e-9};
-}
-
-bool is_python(const launch::LaunchPlan& plan) {
-  return !plan.command.empty() &&
-         std::filesystem::path(plan.command[0]).filename().string().starts_with("python");
 }
 
 bool same_folder(const std::string& a, const std::string& b) {
@@ -544,7 +540,7 @@ void LiveRun::run_started(const launch::LaunchPlan& plan) {
     now.facts.cores = allowed_cores();
     now.facts.ranks_on_host = plan.nproc_per_node;
     now.facts.writer = monitor::process_identity(::getpid());
-    now.python = is_python(plan);
+    now.python = launch::runs_python(plan.command);
   }
   // GPUs of other people's runs are no concern of a run on CPUs.
   if (device != "cpu") state_->gpus = std::make_unique<monitor::GpuSampler>(options_.gpus);

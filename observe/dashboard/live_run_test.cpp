@@ -15,14 +15,14 @@
 #include <stdexcept>
 #include <thread>
 
-#include "launcher/supervisor.h"
+#include "launcher/plan.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/rank_recorder.h"
 #include "lockstep/monitor/run_figures.h"
 #include "observe/dashboard/rank_sampler.h"
-#include "observe/dashboard/terminal_view.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
 namespace {

@@ -1,5 +1,3 @@
-#include "observe/dashboard/run_report.h"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -13,6 +11,7 @@
 #include "lockstep/io/file.h"
 #include "lockstep/monitor/run_figures.h"
 #include "lockstep/monitor/run_record.h"
+#include "observe/dashboard/page.h"
 
 namespace lockstep::dashboard {
 namespace {
@@ -403,15 +402,9 @@ NodeMembers named_findings(const std::vector<NamedRun>& runs) {
 }  // namespace
 
 Node budget_entry(const std::string& name, const Interval& budget) {
-  NodeMembers shares;
-  const monitor::PhaseSeconds spent = spent_s(budget);
-  for (std::size_t phase = 0; phase < spent.size(); ++phase)
-    if (spent[phase] > 0 && budget.seconds > 0)
-      shares.emplace_back(monitor::phase_key(static_cast<ledger::Phase>(phase)),
-                          real_node(spent[phase] / budget.seconds));
   return map_node({{"name", text_node(name)},
                    {"step_ms", real_node(1e3 * budget.step_s())},
-                   {"budget", map_node(std::move(shares))}});
+                   {"budget", monitor::shares_node(budget)}});
 }
 
 Node report_state(const RunView& run) {

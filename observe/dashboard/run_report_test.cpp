@@ -1,8 +1,6 @@
 // What is read from a run's folder and concluded from it for the page, the rows of a scaling
 // report, the page as a file, and what Prometheus reads.
 
-#include "observe/dashboard/run_report.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -19,6 +17,7 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/monitor/run_view.h"
+#include "observe/dashboard/page.h"
 #include "observe/dashboard/rank_sampler.h"
 #include "observe/dashboard/run_summary.h"
 

@@ -1,5 +1,5 @@
 // A run's key figures for comparison, its events, the division of its time, and its Prometheus
-// metrics.
+// metrics; and a run as text for a terminal (terminal_view.cpp).
 //
 //   for (const Figure& figure : figures_of(run)) row(figure.name, figure.text());
 //   respond(Prometheus::kContentType, metrics.text(run));  // a RunMetrics
@@ -8,11 +8,13 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "lockstep/core/document.h"
 #include "lockstep/monitor/run_view.h"
 
 namespace lockstep::dashboard {
@@ -81,5 +83,53 @@ class RunMetrics {
  private:
   std::set<std::string> rules_;  // rules with findings so far: they stay on the page with 0
 };
+
+// ---------------------------------------------------------------- text for a terminal
+//
+// A run's state (the snapshot of docs/dashboard.md) on one screen, for `lockstep monitor`, and the
+// lines of `lockstep run --doctor`.
+//
+//   fmt::print("\033[H{}", terminal_view(snapshot, {.columns = 120, .rows = 40, .colour = true}));
+//
+// Control characters that ranks wrote are removed from the output.
+
+struct TerminalOptions {
+  int columns = 100;
+  int rows = 0;  // 0: unlimited
+  bool colour = false;
+};
+
+// Parses a snapshot's JSON; CommError if it is invalid.
+Node parse_snapshot(const std::string& json);
+// Lines, each at most `columns` wide.
+std::string terminal_view(const Node& snapshot, const TerminalOptions& options = {});
+// One line, for a log or a terminal without cursor control.
+std::string status_line(const Node& snapshot);
+// "starting", "running", "ended" or "failed".
+std::string run_state(const Node& snapshot);
+
+// Filters findings for display: each is reported once, after several looks. Used by one thread.
+class StandingFindings {
+ public:
+  static constexpr int kStands = 2;  // consecutive looks before a finding is reported
+  static constexpr int kGone = 5;    // looks without it, after which it is reported again
+
+  // The lines to print now. `step` is the ranks' current step; -1: not known.
+  std::vector<std::string> look(const std::vector<monitor::Finding>& findings, std::int64_t step);
+
+ private:
+  struct Seen {
+    int present = 0;
+    int absent = 0;
+    bool said = false;
+  };
+  std::map<std::string, Seen> seen_;  // by rule, rank and cause
+};
+
+// A table of each rank's time, and the findings or that there are none. Only a run that did not
+// fail and had enough steps is called healthy.
+std::vector<std::string> doctor_summary(const monitor::RunRecord& run,
+                                        const std::vector<monitor::Finding>& findings,
+                                        bool failed = false);
 
 }  // namespace lockstep::dashboard

@@ -1,5 +1,3 @@
-#include "observe/dashboard/terminal_view.h"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -14,6 +12,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 #include "lockstep/monitor/run_figures.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
 

@@ -1,6 +1,4 @@
 // A run as text: what is shown, and that nobody's text steers the terminal.
-#include "observe/dashboard/terminal_view.h"
-
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,6 +9,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 #include "lockstep/monitor/run_view.h"
+#include "observe/dashboard/run_summary.h"
 
 namespace lockstep::dashboard {
 namespace {

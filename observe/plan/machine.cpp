@@ -371,7 +371,7 @@ double flops_per_clock(int major, int minor) {
   return 0;
 }
 
-Card card_of(const FoundGpu& gpu) {
+Card card_of(const GpuModel& gpu) {
   const std::string name = plain(gpu.name);
   const Card* best = nullptr;
   for (const Card& card : kCards) {
@@ -431,14 +431,14 @@ Card assumed_cpu(Card cpu, int cores) {
   return cpu;
 }
 
-Devices detected_devices(const std::vector<FoundGpu>& found, const std::string& reason) {
+Devices detected_devices(const std::vector<GpuModel>& found, const std::string& reason) {
   if (found.empty())
     throw UsageError("plan",
                      "there is no GPU to plan for ({}). Name the cards: --gpus 4xH100-80GB, or "
                      "--gpus cpu.",
                      reason.empty() ? "the driver shows no device" : reason);
   Devices devices{.count = static_cast<int>(found.size()), .card = card_of(found.front())};
-  for (const FoundGpu& gpu : found) {
+  for (const GpuModel& gpu : found) {
     const Card card = card_of(gpu);
     devices.card.memory_bytes = std::min(devices.card.memory_bytes, card.memory_bytes);
     if (card.flops >= devices.card.flops) continue;

@@ -30,6 +30,8 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/core/device_rule.h"
+
 namespace lockstep::plan {
 
 // ---------------------------------------------------------------- cards
@@ -60,23 +62,13 @@ struct Devices {
 // memory when none is given. A cpu's memory is filled by the caller, who knows the host.
 Devices parse_devices(std::string_view text);
 
-// One device, as the CUDA driver describes it.
-struct FoundGpu {
-  std::string name{};  // "NVIDIA H100 80GB HBM3"
-  std::uint64_t memory_bytes = 0;
-  int multiprocessors = 0;
-  int clock_khz = 0;
-  int capability_major = 0;
-  int capability_minor = 0;
-};
-
 // A CPU with this many cores at a typical rate, to compare strategies until one is measured.
 Card assumed_cpu(Card cpu, int cores);
 
 // The devices, with the memory that was found. An unknown card's arithmetic rate follows from its
 // multiprocessors, clock and compute capability. Of different cards the smallest and slowest count,
 // since every rank waits for the last. UsageError for none, because of `reason`.
-Devices detected_devices(const std::vector<FoundGpu>& found, const std::string& reason = {});
+Devices detected_devices(const std::vector<GpuModel>& found, const std::string& reason = {});
 
 // ---------------------------------------------------------------- links
 

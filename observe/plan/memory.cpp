@@ -1,9 +1,8 @@
-#include "observe/plan/memory.h"
-
 #include <algorithm>
 #include <limits>
 
 #include "observe/plan/machine.h"
+#include "observe/plan/model_shape.h"
 
 namespace lockstep::plan {
 namespace {
@@ -205,11 +204,7 @@ Memory memory_of(const Model& model, const MemoryOptions& options) {
   Model whole = model;
   whole.slices = 1;
   o.fused &= model.causal_lm() != nullptr;
-  const Activations a = activations_of(model, {.batch = o.batch,
-                                               .half = o.half,
-                                               .checkpointing = o.checkpointing,
-                                               .fused = o.fused,
-                                               .fp8 = o.fp8});
+  const Activations a = activations_of(model, o);
   const Parameters all = parameters_of(model);
   if (model.slices > 1) o.state_bytes = state_of(o, all, parameters_of(whole));
   if (!o.pipeline) {

@@ -346,7 +346,7 @@ std::uint64_t bytes_of(std::int64_t value) {
 // Logits as a whole: in forward the product, its copy in float and the logarithms of softmax; in
 // backward those, their gradient and the product's. In chunks both are small, and the gradients of
 // the hidden states and of the weight are made in forward.
-void add_head(const Model& model, const Parameters& parameters, const ActivationOptions& options,
+void add_head(const Model& model, const Parameters& parameters, const MemoryOptions& options,
               Activations& all) {
   const DecoderSpec& spec = model.causal_lm()->spec();
   const std::int64_t tokens = options.batch * model.length;
@@ -380,7 +380,7 @@ void add_head(const Model& model, const Parameters& parameters, const Activation
   all.head_backward = bytes_of(std::max(12 * logits, logits * h + gradients));
 }
 
-Activations language_activations(const Model& model, const ActivationOptions& options) {
+Activations language_activations(const Model& model, const MemoryOptions& options) {
   const auto known = remembered<&make_trained>(model);
   const Trained& trained = *known;
   const CausalLmConfig& lm = *model.causal_lm();
@@ -404,7 +404,7 @@ Activations language_activations(const Model& model, const ActivationOptions& op
 }
 
 Activations image_activations(const Model& model, const ResNetConfig& c,
-                              const ActivationOptions& options) {
+                              const MemoryOptions& options) {
   const std::int64_t h = options.half ? 2 : 4;
   const auto all = convolutions(c, model.image_size);
   std::int64_t bytes = h * 3 * model.image_size * model.image_size;
@@ -423,7 +423,7 @@ Activations image_activations(const Model& model, const ResNetConfig& c,
   return activations;
 }
 
-Activations mlp_activations(const MlpConfig& c, const ActivationOptions& options) {
+Activations mlp_activations(const MlpConfig& c, const MemoryOptions& options) {
   const std::int64_t h = options.half ? 2 : 4;
   const std::int64_t layer = c.hidden * (h + (c.batch_norm ? h : 0) + (c.dropout > 0 ? h + 1 : 0));
   Activations all;
@@ -641,7 +641,7 @@ double flops_per_token(const Model& model) {
          2.0 * static_cast<double>(parameters_of(model).trainable_matrices);
 }
 
-Activations activations_of(const Model& model, const ActivationOptions& options) {
+Activations activations_of(const Model& model, const MemoryOptions& options) {
   if (model.causal_lm() != nullptr) return language_activations(model, options);
   if (const auto* resnet = std::get_if<ResNetConfig>(&model.config))
     return image_activations(model, *resnet, options);

@@ -1,5 +1,6 @@
 // The cost of a model from its sizes alone: parameters, floating-point operations and the bytes of
-// the tensors that autograd saves. Needs no torch, and reads no weights.
+// the tensors that autograd saves; and the peak memory of a training step per GPU. Needs no torch,
+// and reads no weights.
 //
 //   const Model model{.config = models::read_config("gpt2/config.json"), .length = 1024};
 //   parameters_of(model).trainable;                              // 124'439'808
@@ -14,12 +15,14 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <variant>
 #include <vector>
 
 #include "lockstep/models/hugging_face.h"
 #include "lockstep/models/lora_config.h"
 #include "lockstep/models/shapes.h"
+#include "observe/plan/machine.h"
 
 namespace lockstep::plan {
 
@@ -101,8 +104,9 @@ SharedGradients shared_gradients(const Model& model);
 double flops_per_token(const Model& model);
 double forward_flops_per_token(const Model& model);
 
-struct ActivationOptions {
-  std::int64_t batch = 8;      // samples of the micro-batch
+struct MemoryOptions {
+  std::int64_t batch = 8;  // samples of the micro-batch
+  std::int64_t accumulation = 1;
   bool half = false;           // autocast to bfloat16 or float16
   bool checkpointing = false;  // gradient checkpointing: blocks run a second time in backward
   // Language models as computed on a GPU by default (docs/optimisation.md): the residual stream is
@@ -110,6 +114,20 @@ struct ActivationOptions {
   // a whole.
   bool fused = false;
   bool fp8 = false;  // blocks of a fused model multiply in fp8 and save fp8 operands
+  // Below: for memory_of() alone.
+  int ranks = 1;                               // data parallel
+  Sharding sharding = Sharding::kNone;         // what of parameters, gradients, state is divided
+  int shard_ranks = 0;                         // over so many ranks; 0: over all of them
+  std::optional<std::uint64_t> state_bytes{};  // of the optimizer, undivided; unset: AdamW's
+  int stages = 1;              // GPUs that the layers of one replica are divided over
+  bool pipeline = false;       // by blocks, with 1F1B: the GPU that needs most counts
+  bool gpipe = false;          // a stage holds all micro-batches of an update, not those of 1F1B
+  int chunks = 1;              // stages of a rank, with interleaved 1F1B
+  bool cpu = false;            // no CUDA, no NCCL
+  bool shares_memory = false;  // the ranks that divide something map each other's memory
+  bool offload = false;        // fsdp's rows, their gradients and state are in the host's memory
+  // False: blocks are divided while the model is made (ShardedConstruction).
+  bool built_whole = true;
 };
 
 // Bytes of activations at the candidate moments of the peak.
@@ -121,9 +139,51 @@ struct Activations {
   std::uint64_t head_forward = 0;   // logits, and temporaries of the loss
   std::uint64_t head_backward = 0;  // peak of the head's backward
 };
-Activations activations_of(const Model& model, const ActivationOptions& options);
+Activations activations_of(const Model& model, const MemoryOptions& options);
 
 // Logits in a chunk of lockstep::nn::linear_cross_entropy.
 inline constexpr std::uint64_t kChunkBytes = std::uint64_t{512} << 20;
+
+// ---------------------------------------------------------------- memory of a GPU (memory.cpp)
+//
+// The peak of a training step is at one of these moments: the loss (all activations and the
+// logits), the backward of the last block, the end of backward (all gradients), the update. A
+// Memory has the bytes at the largest of them, part by part; parts that do not exist at that moment
+// are 0.
+//
+// Gradients exist from step to step where they lie in DistributedDataParallel's buckets (several
+// ranks) or are accumulated; otherwise backward makes them as it frees activations. A fully sharded
+// rank has a part of parameters, gradients and state, the root's whole parameters in a step, and in
+// backward two whole blocks and two blocks' gradients (docs/fully_shard.md).
+//
+//   const Memory memory = memory_of(model, {.batch = 8, .half = true, .ranks = 4});
+//   memory.total() <= usable_bytes(card)
+
+struct Memory {
+  std::uint64_t parameters = 0;  // and buffers
+  std::uint64_t copies = 0;      // of weights in the half type
+  std::uint64_t gradients = 0;   // buckets included
+  std::uint64_t optimizer = 0;
+  std::uint64_t activations = 0;  // saved tensors and temporaries
+  std::uint64_t head = 0;         // logits and their gradients
+  std::uint64_t workspace = 0;    // of cuBLAS; what the caching allocator cannot reuse
+  std::uint64_t context = 0;      // of CUDA and NCCL, outside the allocator
+  std::string_view moment{};      // "the loss": when the peak is
+
+  // What torch.cuda.max_memory_allocated() shows.
+  std::uint64_t allocated() const {
+    return parameters + copies + gradients + optimizer + activations + head;
+  }
+  // What nvidia-smi shows.
+  std::uint64_t total() const { return allocated() + workspace + context; }
+};
+
+// `options.state_bytes` covers the whole model, even if `model` is one of its slices.
+Memory memory_of(const Model& model, const MemoryOptions& options);
+
+// The memory without a reserve: a card that is full to the last byte fails at the first longer
+// batch. UINT64_MAX if the memory is not known.
+std::uint64_t usable_bytes(const Card& card);
+bool fits(const Memory& memory, const Card& card);
 
 }  // namespace lockstep::plan

@@ -5,7 +5,6 @@
 
 #include "lockstep/core/error.h"
 #include "observe/plan/machine.h"
-#include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
 #include "observe/plan/plan_for_test.h"
 #include "observe/plan/strategy.h"
@@ -305,12 +304,12 @@ TEST(Cards, ThatAreNotKnownAreRefused) {
 }
 
 TEST(Cards, ThatWereFoundHaveTheirOwnMemory) {
-  const FoundGpu h100{.name = "NVIDIA H100 80GB HBM3", .memory_bytes = 79 * kGiB};
+  const GpuModel h100{.name = "NVIDIA H100 80GB HBM3", .memory_bytes = 79 * kGiB};
   const Devices two = detected_devices({h100, h100});
   EXPECT_EQ(two.count, 2);
   EXPECT_EQ(two.card.name, "H100-80GB");
   EXPECT_EQ(two.card.memory_bytes, 79 * kGiB);
-  const FoundGpu a100{.name = "NVIDIA A100-SXM4-40GB", .memory_bytes = 39 * kGiB};
+  const GpuModel a100{.name = "NVIDIA A100-SXM4-40GB", .memory_bytes = 39 * kGiB};
   EXPECT_EQ(detected_devices({a100}).card.name, "A100-40GB");
   // The slowest and smallest of a mixed set.
   EXPECT_EQ(detected_devices({h100, a100}).card.name, "A100-40GB");
@@ -318,7 +317,7 @@ TEST(Cards, ThatWereFoundHaveTheirOwnMemory) {
 }
 
 TEST(Cards, OutsideTheTableAreEstimated) {
-  const FoundGpu other{.name = "NVIDIA Something",
+  const GpuModel other{.name = "NVIDIA Something",
                        .memory_bytes = 48 * kGiB,
                        .multiprocessors = 132,
                        .clock_khz = 1'830'000,
@@ -685,7 +684,7 @@ TEST(StepWork, TypesThatACardLacksRunAsFloat) {
   EXPECT_EQ(peak_flops({.tf32 = true}, v100), v100.float_flops);
   EXPECT_EQ(peak_flops({.half = true, .bf16 = true}, a100), 312e12);
   EXPECT_EQ(peak_flops({.tf32 = true}, a100), 156e12);
-  const FoundGpu turing{.name = "NVIDIA Something", .memory_bytes = kGiB, .capability_major = 7};
+  const GpuModel turing{.name = "NVIDIA Something", .memory_bytes = kGiB, .capability_major = 7};
   EXPECT_FALSE(detected_devices({turing}).card.bfloat16);
 }
 

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "observe/plan/machine.h"
-#include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
 
 namespace lockstep::plan {

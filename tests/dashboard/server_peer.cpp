@@ -13,7 +13,7 @@
 #include <string>
 
 #include "cli/commands.h"
-#include "observe/dashboard/http_server.h"
+#include "observe/dashboard/http.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/text.h"
 #include "observe/dashboard/http.h"
-#include "observe/dashboard/terminal_view.h"
+#include "observe/dashboard/run_summary.h"
 #include "tests/fuzz/driver.h"
 
 namespace {

@@ -3,7 +3,7 @@
 // read again is a defect.
 #include <string>
 
-#include "launcher/accelerate_config.h"
+#include "launcher/flags.h"
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/train/config.h"

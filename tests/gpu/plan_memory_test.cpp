@@ -11,7 +11,7 @@
 #include "lockstep/models/pretrained.h"
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/optimizer.h"
-#include "observe/plan/memory.h"
+#include "observe/plan/model_shape.h"
 
 namespace lockstep::plan {
 namespace {

@@ -22,7 +22,6 @@
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/rule_options.h"
-#include "observe/plan/memory.h"
 #include "observe/plan/model_shape.h"
 
 namespace lockstep::plan {
@@ -190,7 +189,7 @@ TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
   const Parameters p = parameters_of(c.model);
   const std::uint64_t tokens = static_cast<std::uint64_t>(kBatch * c.model.length);
   const auto width = static_cast<std::uint64_t>(p.head / c.model.causal_lm()->vocab_size());
-  const ActivationOptions options{
+  const MemoryOptions options{
       .batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .fused = c.fused};
   std::uint64_t planned = activations_of(c.model, options).saved;
   if (c.fused) {
