@@ -191,7 +191,7 @@ World open_world(const StorePtr& store, const Identity& identity, const WorldOpt
   }
   impl->open(store, std::move(host_backend), std::move(device_backend));
   impl->group = std::move(group);
-  // So that the launcher knows its members.
+  // Tells the launcher which ranks the group has.
   if (identity.size > 1)
     ledger::ended(ledger::post({.name = "connect", .group = impl->group}), ledger::End::kFinished);
   return World(impl);
@@ -222,7 +222,7 @@ namespace detail {
 World connect_child(WorldImpl& parent, Identity identity, const std::string& prefix) {
   identity.part = true;
   if (identity.size == 1) return single(identity, parent.options, parent.device);
-  // Part of a world of several hosts may be on one host.
+  // The world may have several hosts and its sub-world only one.
   const Backend& likewise = parent.accelerator ? *parent.accelerator : *parent.host;
   const DeviceChoice choice{parent.device, parent.automatic ? "shm" : likewise.name(), "",
                             parent.automatic};

@@ -170,7 +170,7 @@ class DeviceTimeline {
   bool failed_ = false;
 };
 
-// Never destroyed: the driver may be gone before statics are.
+// Never destroyed: the driver may shut down before static objects are destroyed.
 DeviceTimeline& device_timeline() {
   static auto* const timeline = new DeviceTimeline;
   return *timeline;

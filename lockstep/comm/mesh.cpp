@@ -76,7 +76,7 @@ struct Mesh::Impl {
   std::vector<MeshAxis> axes;
   std::array<World*, kAxes.size()> by_axis{};
   World* batch = nullptr;
-  // By the axes in the order of the mesh, without those of one rank.
+  // Worlds that are already made, by their axes in the mesh's order (axes of size 1 left out).
   std::map<std::vector<std::string>, World> made{};
 
   World& flatten(const std::vector<std::string>& names) {

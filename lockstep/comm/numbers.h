@@ -23,10 +23,9 @@ double all_reduce(World& world, double value, ReduceOp op = ReduceOp::kSum);
 bool any_rank(World& world, bool value);   // true on at least one rank
 bool all_ranks(World& world, bool value);  // true on every rank
 
-// For worlds of one host: cores that one or more of the ranks may use (affinity), and no more than
-// the quota of their control groups pays for. One rank's mask says little alone: ranks that are
-// each bound to a core of their own fill nothing, and ranks that may all use the same ones share
-// them.
+// How many cores the ranks of one host may use together: the union of their affinity masks, within
+// the CPU quota of their control groups. One rank's mask is not enough: ranks may be bound to a
+// core each, or share all of them.
 int cores_of_ranks(World& world);
 
 std::string broadcast_bytes(World& world, const std::string& bytes, int root = 0);

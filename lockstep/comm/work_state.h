@@ -141,7 +141,7 @@ struct WorkState : std::enable_shared_from_this<WorkState> {
   bool await(const Deadline& deadline) noexcept;
   // "all_reduce #7 (float32, 12 elements)", "barrier #8"
   std::string describe() const;
-  // The peer is whom the failure is attributed to, else the other end of a message.
+  // Its peer is the rank that the failure is attributed to, else the message's other end.
   CommContext context();
   // Empty before completion and after success.
   std::string error();

@@ -190,8 +190,8 @@ StagedTensor stage(const at::Tensor& tensor, const Backend& backend, const Reduc
   const bool moves = backend.device_type() != tensor.device().type();
   const bool converts = !plan.reinterpret && tensor.scalar_type() != plan.wire;
   const bool copies = moves || converts || !tensor.is_contiguous();
-  // A view costs as much as a small operation through shared memory, so none is made needlessly.
-  // (What is still to be done to the memory afterwards needs a handle that stays.)
+  // A view costs as much as a small operation through shared memory, so it is made only if needed.
+  // (Steps after the operation need a handle that outlives it.)
   if (!copies && backend.takes_memory() && tensor.dim() == 1 && tensor.scalar_type() == plan.wire &&
       !plan.divide && !plan.by_gather)
     return {tensor, tensor, tensor};
@@ -258,8 +258,8 @@ void check_reduction(const at::Tensor& tensor, ReduceOp op, const char* operatio
                    operation, detail::name(op), c10::toString(tensor.scalar_type()));
 }
 
-// Autograd refuses a backward that needs a tensor's earlier contents, and others see the change, by
-// the version that every in-place operation increments.
+// Increments the version, as every in-place operation does: autograd then refuses a backward that
+// needs the earlier contents.
 void count_write(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

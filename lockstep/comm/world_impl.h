@@ -84,8 +84,8 @@ class WorldImpl : public std::enable_shared_from_this<WorldImpl> {
   std::unique_ptr<Backend> host;
   std::unique_ptr<Backend> accelerator;
 
-  // Some collective or message of this process, in any world, had several floating-point numbers,
-  // as gradients and parameters have; what loaders, checkpoints and mean losses exchange has not.
+  // Whether any collective or message of this process carried several floating-point numbers, as
+  // gradients do. Loaders, checkpoints and mean losses exchange one at most.
   static inline std::atomic<bool> exchanged_tensors{false};
   std::atomic<std::uint64_t> sequence{0};
   std::atomic<std::uint64_t> messages{0};

@@ -36,8 +36,8 @@ struct Batch {
   at::Tensor data{};
   at::Tensor target{};
   std::vector<std::int64_t> indices{};  // the samples' indices in the dataset
-  // The divisor of a mean over tokens: the number of targets that are not kIgnoredTarget where each
-  // sample has a sequence of integer targets, otherwise the number of samples.
+  // The divisor of a mean loss: where each sample has a sequence of integer targets, the number of
+  // targets that are not kIgnoredTarget; otherwise the number of samples.
   std::int64_t tokens = 0;
 
   std::int64_t samples() const { return static_cast<std::int64_t>(indices.size()); }

@@ -258,8 +258,8 @@ void Bpe::encode_new(std::string_view word, BpeScratch& scratch, Ids& ids) const
   ids.insert(ids.end(), scratch.ids.begin(), scratch.ids.end());
 }
 
-// The order of unknown tokens among others is that of the tokenizers package: one that waits to be
-// fused is written before the next character that has a token, not before bytes.
+// Unknown tokens come in the tokenizers package's order: one that waits to be fused is written
+// before the next character with a token, but after bytes.
 void Bpe::characters_of(std::string_view text, std::vector<std::int32_t>& out) const {
   bool unknown = false;
   for (std::size_t at = 0; at < text.size();) {

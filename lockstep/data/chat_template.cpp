@@ -1,8 +1,8 @@
 // Renders chats as text, for the templates of a few model families.
 //
 // A template is a Jinja program. It is not executed: its family is recognised by its literal text,
-// and that family is rendered here. The literal text is everything outside the tags and in the
-// tags' string literals, joined; it has the special tokens with the line ends between them:
+// and that family is rendered here. The literal text joins everything outside the tags and the
+// string literals inside them; it contains the special tokens and the line ends between them:
 //
 //   Phi-3    <|user|>, <|assistant|>, <|end|>; three releases of it
 //   Llama 2  [INST], [/INST], <<SYS>>
@@ -11,9 +11,8 @@
 //   Mistral  [INST], [/INST]; three releases of it, Mixtral's among them
 //   Gemma    <start_of_turn>, <end_of_turn>
 //
-// A template that writes anything else (tools, as those of Qwen2.5 do; another line end) is none of
-// these and is refused. bos_token, eos_token, add_generation_prompt and trim are used where the
-// template names them.
+// A template that writes anything else (tools, as Qwen2.5's do; another line end) is refused.
+// bos_token, eos_token, add_generation_prompt and trim are used where the template names them.
 #include <algorithm>
 #include <array>
 #include <utility>
@@ -260,7 +259,7 @@ std::string render_turn(Family family, const std::string& role, const std::strin
   return head_of(family, role) + body;
 }
 
-// Takes the system prompt away that a ChatML template writes for chats without one.
+// Removes the system prompt that a ChatML template writes for chats without one.
 std::string take_default_system(std::string_view text, std::string& written) {
   constexpr std::string_view kBegin = "<|im_start|>system\n", kEnd = "<|im_end|>\n";
   const bool for_others = has(text, "messages[0]['role'] != 'system'") ||

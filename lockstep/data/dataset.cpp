@@ -104,7 +104,7 @@ std::string shape_text(const at::Tensor& tensor) {
   return tensor.defined() ? c10::str(tensor.sizes(), ' ', tensor.scalar_type()) : "none";
 }
 
-// By the dataset's indices where they are known, else by their positions in the batch.
+// Names samples by their indices in the dataset where known, else by their positions in the batch.
 std::string names_of(const std::vector<Example>& examples, std::size_t other) {
   const std::int64_t index = examples[other].index;
   if (index < 0) return fmt::format("samples 0 and {} of a batch", other);

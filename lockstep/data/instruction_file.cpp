@@ -300,17 +300,15 @@ PromptAndResponse apply(const PromptTemplate& format, const Instruction& item) {
 
 namespace {
 
-// How many tokens two texts begin with in common, where one text is the beginning of the other. A
-// token with characters on both sides of the border between prompt and response does not count: it
-// is the first that is learned.
+// How many leading tokens two texts share, where one text is the beginning of the other. A token
+// that spans the border between prompt and response is not shared: it is the first that is learned.
 std::size_t common(const Tokens& beginning, const Tokens& whole) {
   const auto border = std::mismatch(beginning.begin(), beginning.end(), whole.begin(), whole.end());
   return static_cast<std::size_t>(border.first - beginning.begin());
 }
 
-// How many of a text's tokens have all of their characters before `at`. How a tokenizer encodes the
-// last of them may depend on the next character: GPT-2's takes two line ends as one token where
-// nothing follows.
+// How many of a text's tokens lie wholly before `at`. The last of them may depend on the next
+// character: GPT-2's tokenizer makes two line ends one token at the end of a text.
 template <typename Encode>
 std::size_t tokens_before(const Encode& encode, std::string_view text, std::size_t at,
                           const Tokens& whole) {

@@ -51,8 +51,8 @@ struct Instruction {
 using ReadProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
 // `name` stands for the file in messages. A text that begins with '[' is a list, any other is one
-// object per line (empty lines are skipped). An object with "instruction" and "output" is an
-// instruction, whatever else it has; then "prompt" and "completion" count, then "messages".
+// object per line (empty lines are skipped). An object's kind is the first that its keys allow: an
+// instruction ("instruction" and "output"), a completion, a chat.
 std::vector<Instruction> parse_instructions(std::string_view text, const std::string& name,
                                             const ReadProgress& progress = {});
 std::vector<Instruction> load_instructions(const std::string& path,

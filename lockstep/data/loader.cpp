@@ -98,8 +98,8 @@ class BatchMaker {
   }
 
   Loaded make(Indices indices, const RandomKey& key) const {
-    // Even for a dataset that computes on the device, all of a batch is made on one stream. The
-    // guard also makes its device the current one.
+    // All of a batch is made on one stream, even if the dataset computes on the device. The guard
+    // also makes its device the current one.
     c10::OptionalStreamGuard stream;
     if (side_) stream.reset_stream(*side_);
     Loaded loaded;
@@ -332,9 +332,9 @@ class LoaderImpl {
     timing_.total.wait += loaded.timing.wait;
     ++timing_.batches;
     ++handed_out_;
-    // Ranks that hold a whole model may evaluate alone, each on samples of its own.
+    // In an evaluation, ranks that hold the whole model may each load samples of their own.
     if (!options_.evaluation) lockstep::detail::note_samples(world_);
-    // Samples excluded by drop_last, and repeated ones at the end, count with the last batch.
+    // The last batch also counts the samples that drop_last excludes, and repeated ones.
     state_.cursor = handed_out_ == round_->batches
                         ? sampler_->size()
                         : start_cursor_ + handed_out_ * options_.batch_size * info_.ranks;
@@ -377,8 +377,8 @@ class LoaderImpl {
   const LoaderTiming& timing() const { return timing_; }
 
  private:
-  // A loop over nothing ends at once, and looks like a run that was successful. A single rank may
-  // have no batch (evaluation of fewer samples than ranks); rank 0 has as many as any.
+  // An empty loop would look like a successful run. A rank other than 0 may have no batch
+  // (evaluation of fewer samples than ranks); rank 0 has as many as any.
   void check_not_empty() const {
     if (sampler_->size() == 0)
       throw UsageError("loader",
@@ -429,7 +429,7 @@ namespace {
 
 std::string description(const LoaderImpl& impl) {
   const LoaderOptions& o = impl.options();
-  // A caller's sampler has a seed of its own, and anything else: its order says it all.
+  // A caller's sampler may have a seed and settings of its own: its order stands for all of them.
   const std::string sampler =
       o.sampler ? fmt::format(", a sampler with the order {:016x}", impl.order_sum(0)) : "";
   return fmt::format(

@@ -202,7 +202,7 @@ void DistributedSampler::advance(std::int64_t count) {
   if (count < 0 || count > size())
     throw UsageError("sampler", "cannot advance by {}: {} samples are left on this rank.", count,
                      size());
-  // The last samples may be repeats, and what drop_last leaves out ends with them.
+  // The last samples may be repeats; samples that drop_last leaves out are skipped here.
   state_.cursor = count == size() ? order_->size() : state_.cursor + count * options_.num_replicas;
 }
 

@@ -50,7 +50,7 @@ std::int32_t header_word(std::span<const std::byte> contents, std::size_t index)
   return word;
 }
 
-// A file without a header could be anything, so its name has to say that it is nanoGPT's.
+// A file without a header could be anything, so only nanoGPT's file names are accepted.
 bool has_nanogpt_name(const std::string& path) {
   const std::string file = std::filesystem::path(path).filename().string();
   return file == "train.bin" || file == "val.bin" || file == "test.bin";
@@ -249,8 +249,8 @@ std::uint32_t TokenFile::largest_token() const {
 
 namespace {
 
-// The last part of a name that is a split decides: pretrain_val_000000.bin is for validation, and
-// so is train_val_000000.bin, which `data tokenize --name train` writes.
+// The last part that names a split decides: pretrain_val_000000.bin is for validation, and so is
+// train_val_000000.bin, which `data tokenize --name train` writes.
 bool is_of_split(std::string_view file, std::string_view split) {
   if (split.empty()) return true;
   constexpr std::string_view kSplits[] = {"train", "val", "valid", "validation", "test"};

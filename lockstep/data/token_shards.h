@@ -35,8 +35,8 @@ class TokenShards : public Dataset {
   // Windows of shard s are [first_window()[s], first_window()[s + 1]).
   const std::vector<std::int64_t>& first_window() const { return first_window_; }
 
-  // Shards in random order, and windows at random inside each: nearly as good as a shuffle of
-  // everything, and the disk is read shard by shard.
+  // Shards in random order, and windows in random order inside each: almost a full shuffle, but the
+  // disk is read shard by shard.
   SamplerPtr sampler(std::uint64_t seed) const;
 
  private:

@@ -7,9 +7,9 @@
 // are encoded first, to temporary files in the folder. Every shard is then made by itself, and the
 // result does not depend on how many threads there were.
 //
-// No text file is skipped silently: an unreadable one is an error with its name, because a run that
-// trains on the rest looks like any other. Other readers of text files ensure the same with
-// files_below() and check_text_file(). Without torch; call from any thread.
+// No text file is skipped silently: an unreadable one is an error with its name, because a run on
+// the rest would look normal. Other readers of text files ensure the same with files_below() and
+// check_text_file(). Without torch; call from any thread.
 #pragma once
 
 #include <cstdint>

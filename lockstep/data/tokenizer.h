@@ -5,11 +5,10 @@
 //   const std::vector<std::int64_t> ids = tokenizer.encode("The text of a document");
 //   const std::string text = tokenizer.decode(ids);
 //
-// BPE in its two shapes: over bytes (GPT-2, Llama 3, Qwen) and over characters with byte fallback
-// (Llama 2, Phi-3, Mistral, Gemma). Ids and texts are those of the `tokenizers` package. What a
-// file asks for and is not supported here is refused when it is read, with the file, the field and
-// its value. A file's truncation and padding are not applied; transformers replaces them at each
-// call too.
+// BPE in its two forms: over bytes (GPT-2, Llama 3, Qwen) and over characters with byte fallback
+// (Llama 2, Phi-3, Mistral, Gemma). Ids and texts are those of the `tokenizers` package. An
+// unsupported feature is refused when the file is read, with the file, the field and its value. A
+// file's truncation and padding are not applied; transformers sets them in each call too.
 //
 // A chat becomes text first. Its template writes the special tokens, so none are added afterwards:
 //

@@ -497,7 +497,7 @@ TokenizerConfig read_tokenizer_config(const std::string& tokenizer_file) {
     found.gpt2_prefix_space = is_true("add_prefix_space");
   const Entry* listed = config.find("added_tokens_decoder");
   if (listed != nullptr) found.listed = read_listed(listed->value);
-  // The older file counts where the newer list is not there.
+  // The older file is used where the newer list is missing.
   const Node legacy =
       listed != nullptr ? map_node({}) : read_map(folder + "special_tokens_map.json");
   read_special(config, legacy, found);

@@ -32,7 +32,7 @@ struct Pattern {
   std::string literal{};
   std::optional<Regex> regex{};
 
-  // Every part of the text in order: matches, and the text between them.
+  // All parts of the text in order: the matches and what lies between them.
   void split(std::string_view text,
              const std::function<void(std::size_t begin, std::size_t end, bool match)>& use) const;
   std::string replaced(std::string_view text, std::string_view content) const;

@@ -11,8 +11,8 @@
 //
 // The gradient of a step is that of the mean over all tokens of its window, on all ranks, as if it
 // had been one batch. A mean of means differs as soon as micro-batches differ in size: the last one
-// of an epoch, or any batch counted in tokens. So all batches of a step are taken, and their tokens
-// counted over the ranks, before its first forward. Only its last backward synchronises.
+// of an epoch, or any batch counted in tokens. So all batches of a step are loaded, and their
+// tokens counted over the ranks, before its first forward. Only its last backward synchronises.
 //
 // The mean loss of a window is the sum of `loss * micro.weight`, averaged over the ranks.
 #pragma once
@@ -54,14 +54,14 @@ struct WindowOptions {
 //
 //   Window window({first, second}, world);
 //
-// `ranks` are those that see different samples, whose gradients are averaged. Unless weights are
-// kOwnCounts, all of them call it for every step, so it is not for the inside of join(). Where
-// ranks compute each micro-batch together (FullyShard, SyncBatchNorm), they give equally many
-// batches. A rank without data gives one without tokens, but with a sample: a mean over no rows is
-// not a number.
+// `ranks` are those that see different samples and average their gradients. Unless weights are
+// kOwnCounts, every one of them makes a Window for every step, so not inside join(). Where ranks
+// compute each micro-batch together (FullyShard, SyncBatchNorm), they give equally many batches. A
+// rank without data gives one without tokens, but with a sample: a mean over no rows is not a
+// number.
 //
-// A batch without tokens gets zeros as targets and the weight 0: its loss and derivatives are
-// numbers then, which add nothing, and its backward runs, for which other ranks may wait.
+// A batch without tokens gets zeros as targets and the weight 0: its loss and gradients stay finite
+// and add nothing, and its backward still runs, because other ranks may wait for it.
 class Window {
  public:
   explicit Window(std::vector<Batch> batches, World ranks = {},
@@ -81,7 +81,7 @@ class Window {
 };
 
 namespace detail {
-// An iterator over a range that makes one item after the other and holds the present one.
+// An iterator over a range that makes its items one by one and holds the current one.
 template <typename Range, typename Item>
 class RangeIterator {
  public:

@@ -29,7 +29,7 @@ namespace fs = std::filesystem;
 
 constexpr std::string_view kTemporaryMark = ".tmp-";
 constexpr int kAttempts = 100;
-// linux/fs.h has them, but it and the C library's headers define other things twice.
+// linux/fs.h has them, but conflicts with the C library's headers.
 constexpr unsigned kNoReplace = 1;
 constexpr unsigned kExchange = 2;
 
@@ -81,7 +81,7 @@ Lock lock_directory(const std::string& path, Fd& fd, int& error) {
   return Lock::kTaken;
 }
 
-// A new directory beside `path` that a sweep leaves alone while `lock` is open.
+// A new directory beside `path`, which sweep() leaves alone while `lock` is open.
 std::string make_temporary(const std::string& path, Fd& lock) {
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     const std::string name = temporary_name(path);
@@ -94,7 +94,7 @@ std::string make_temporary(const std::string& path, Fd& lock) {
     if (outcome == Lock::kTaken) return name;
     // Without locks a sweep deletes nothing, so it is safe to continue.
     if (outcome == Lock::kUnknown) return name;
-    // A sweep saw it before it was locked, and is removing it: another name.
+    // A sweep saw it before it was locked and is removing it: take another name.
   }
   throw SystemError("io",
                     fmt::format("cannot make a temporary directory for {} in {} attempts. Is "
@@ -111,7 +111,7 @@ void remove_tree_quietly(const std::string& path) noexcept {
   try {
     log::warning("io", "cannot remove {}: {}. Remove it by hand.", path, error.message());
   } catch (...) {
-    // Nothing can be said about it either.
+    // A failure to log is ignored, too.
   }
 }
 
@@ -252,7 +252,7 @@ void AtomicDir::commit() {
     sync_directory(path_);
     replaced = take_name();
   });
-  // From here on it has its name: an error below is reported, but removes nothing.
+  // From here on it has its final name: an error below is reported but removes nothing.
   open_ = false;
   const std::string temporary = std::exchange(path_, final_path_);
   sync_directory(parent_of(final_path_));
@@ -262,7 +262,7 @@ void AtomicDir::commit() {
 
 void remove_durably(const std::string& directory) {
   const std::string path = strip_slashes(directory);
-  // Held while its files go, so that a sweep elsewhere does not work on the same directory.
+  // Held while its files are deleted, so that a sweep elsewhere does not touch the directory.
   Fd lock;
   int error = 0;
   if (lock_directory(path, lock, error) == Lock::kGone) throw file_error("remove", path, ENOENT);
@@ -339,7 +339,7 @@ std::vector<NumberedDir> list_numbered(const std::string& parent, const std::str
     std::error_code ignored;
     if (step >= 0 && entry.is_directory(ignored)) found.push_back({step, entry.path()});
   }
-  // 7 and 007 are the same number: their names decide, so that every rank decides identically.
+  // 7 and 007 are the same number; names break the tie, so that all ranks choose the same.
   std::ranges::sort(found, [](const NumberedDir& a, const NumberedDir& b) {
     return a.step != b.step ? a.step > b.step : a.path > b.path;
   });
@@ -470,7 +470,7 @@ FolderLock::FolderLock(const std::string& folder, const std::string& token,
   sign(token);
 }
 
-// A full disk leaves it without a name, and locked all the same.
+// On a full disk the folder is locked, but its file names no holder.
 void FolderLock::sign(const std::string& token) {
   const std::string note = this_process() + "\n" + token + "\n";
   if (::ftruncate(fd_.get(), 0) != 0 || ::pwrite(fd_.get(), note.data(), note.size(), 0) < 0)

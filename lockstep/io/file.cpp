@@ -19,7 +19,7 @@ namespace {
 
 // Small appends are gathered up to this; larger ones go out as they are.
 constexpr std::size_t kBufferBytes = 256u << 10;
-// So much is summed and then written: the second pass finds it in the cache.
+// Summed and then written in pieces of this size: the write finds them in the cache.
 constexpr std::size_t kPieceBytes = 1u << 20;
 
 std::string remedy(int error_number) {
@@ -174,7 +174,7 @@ void SharedFileWriter::make(const std::string& path, std::uint64_t bytes) {
   Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (!fd) throw file_error("create", path, errno);
   const auto size = static_cast<off_t>(bytes);
-  // A disk without room is an error here and not in the middle of the writing.
+  // A full disk is an error here, not halfway through the writes.
   while (size > 0 && ::fallocate(fd.get(), 0, 0, size) != 0) {
     if (errno == EOPNOTSUPP || errno == ENOSYS) break;
     if (errno != EINTR) throw file_error("write to", path, errno, bytes);

@@ -4,9 +4,9 @@
 //
 //   for (const Fault& fault : verify(dir)) log::warning("io", "{}", fault.text);
 //
-// The text is canonical: what is read must be what would be written, to the byte. An edited
-// manifest is therefore a damaged one. Folders of versions before 0.2 have MANIFEST.json with a
-// checksum of our own instead; of those only names and sizes are verified.
+// The text is canonical: what is read must be exactly what would be written, so an edited manifest
+// counts as damaged. Folders of versions before 0.2 have MANIFEST.json with a checksum of our own;
+// only their names and sizes are verified.
 #pragma once
 
 #include <map>

@@ -90,7 +90,7 @@ class HeaderParser {
       const auto known = static_cast<std::size_t>(std::ranges::find(kKeys, key) - kKeys);
       if (known < std::size(kKeys) && std::exchange(seen[known], true))
         damaged(file_, fmt::format("tensor {} has {} twice", shown(name), key));
-      // Fields that a later version of the format may add are passed over, as its package does.
+      // Fields that a later version of the format may add are skipped, as its package does.
       if (key == "dtype")
         entry.dtype = dtype(name);
       else if (key == "shape")
@@ -398,7 +398,7 @@ WeightMap parse_index(const std::string& text, const std::string& index) {
     std::string key;
     json.enter_object();
     while (json.next_key(key)) {
-      // The sizes under "metadata" are for people: tools that merge models leave them wrong.
+      // The sizes under "metadata" are informative only: tools that merge models leave them wrong.
       if (key != "weight_map") {
         json.skip();
         continue;

@@ -32,7 +32,7 @@ CausalLm::CausalLm(CausalLmConfig given, const ParameterOptions& options)
   decoder_ = register_module(spec.prefix, std::make_shared<detail::Decoder>(spec, options));
   if (spec.tied) return;
   head_ = register_module(spec.head.name, detail::make_linear(spec.head, options));
-  // A second time: fresh weights are those that they have always been.
+  // Drawn a second time, so that a seed keeps giving the same initial weights.
   if (options.draw) detail::draw(head_->weight, spec.head.deviation);
 }
 
@@ -95,7 +95,7 @@ std::vector<nn::Sliced::Cut> CausalLm::cuts(int ranks) const {
       known.insert({item.key() + ".lora_A.weight", item.key() + ".lora_B.weight"});
       const auto base = by_name.find(item.key() + ".weight");
       if (base == by_name.end()) continue;
-      // The factor that has the side of the weight that is cut.
+      // The adapter's factor along the side by which the weight is cut.
       const bool out =
           (base->second.dimension == 0) == (linear->options.layout() == WeightLayout::kOutIn);
       const std::string factor = item.key() + (out ? ".lora_B.weight" : ".lora_A.weight");
@@ -285,18 +285,18 @@ at::Tensor penalized(const at::Tensor& logits, const std::vector<std::int64_t>& 
 std::int64_t sampled(const at::Tensor& logits, const GenerateOptions& options,
                      at::Generator& generator) {
   auto [sorted, order] = (logits / options.temperature).sort(/*dim=*/-1, /*descending=*/true);
-  // Tokens as likely as the last one of top_k stay.
+  // Keeps tokens as likely as the last one of top_k.
   if (options.top_k > 0 && options.top_k < sorted.size(0))
     sorted = sorted.masked_fill(sorted < sorted[options.top_k - 1], -INFINITY);
   at::Tensor shares = sorted.softmax(-1);
-  // A token is skipped when those before it have top_p together; the first one never is.
+  // Drops a token when those before it already reach top_p; the first one always stays.
   const at::Tensor before = shares.cumsum(-1) - shares;
   if (options.top_p < 1) shares = shares * (before < std::max(options.top_p, 1e-12));
   return order[torch::multinomial(shares, 1, false, generator).item<std::int64_t>()]
       .item<std::int64_t>();
 }
 
-// The token after `text`; `logits` are of its last one.
+// The token that continues `text`; `logits` are those of its last token.
 std::int64_t chosen(const at::Tensor& logits, const std::vector<std::int64_t>& text,
                     const GenerateOptions& options, at::Generator& generator) {
   at::Tensor scores = logits.to(at::kCPU, at::kFloat);

@@ -60,8 +60,9 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // docs/optimisation.md) or ATen's alone. Unset: on a GPU with our kernels. Never with a cache.
   void use_fused(std::optional<bool> on) { fused_ = on; }
 
-  // In the fused path under bf16 autocasting the residual stream is bfloat16. True: float, as with
-  // ATen's operations; more memory and a little slower. Under fp16 it is always float.
+  // In the fused path under bf16 autocasting the residual stream is bfloat16, unless this is true:
+  // then it is float, as with ATen's operations, which takes more memory and is a little slower.
+  // Under fp16 it is always float.
   void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
 
   // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
@@ -71,8 +72,8 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // For Pipeline: as a stage, forward() and loss() return the input of the next stage.
   Parts parts() const override;
   // For TensorParallel: with slices of its weights forward() and loss() return the same values on
-  // every rank; loss() holds a slice of the logits alone. use_sequence_parallel(true) reduces the
-  // memory of activations; with fewer tokens than ranks, and with a cache, every rank still has the
+  // every rank, and loss() holds only a slice of the logits. use_sequence_parallel(true) also
+  // divides the activations; with fewer tokens than ranks, or with a cache, every rank has the
   // whole sequence.
   std::vector<Cut> cuts(int ranks) const override;
 

@@ -25,16 +25,16 @@ at::Tensor in_heads(const at::Tensor& x, std::int64_t heads) {
   return x.view({x.size(0), x.size(1), heads, x.size(2) / heads});
 }
 
-// The input of the cast to fp8: under autocasting, in its type.
+// The input of the cast to fp8, converted to autocasting's type if that is on.
 nn::Fp8Input fp8_input(const nn::Fp8Input& x) {
   const at::ScalarType type = compute_type(x.values.device(), x.values.scalar_type());
   return x.values.scalar_type() == type ? x : x.values.to(type);
 }
 
-// Ranks whose slices have unequal widths all compute in the other type: what they exchange follows
-// from it. A slice does not say how many there are: of 6 columns 4 ranks have 1, 2, 1 and 2, which
-// divide 6. Only widths above the number of equal slices cannot come from an unequal division, so
-// that narrower ones count as unequal.
+// Ranks whose slices have unequal widths all compute in the other type, because they exchange the
+// results. One slice does not tell: of 6 columns 4 ranks have 1, 2, 1 and 2, and all of these
+// widths divide 6. Only a width above the number of equal slices cannot come from an unequal
+// division, so smaller widths count as unequal.
 bool slices_equally(const Linear& layer) {
   const at::Tensor& slice = layer->weight;
   const std::int64_t in = layer->options.in_features(), out = layer->options.out_features();
@@ -175,7 +175,7 @@ at::Tensor rotated(const at::Tensor& x, const Pass& pass) {
   return rest > 0 ? torch::cat({y, x.narrow(3, width, rest)}, 3) : y;
 }
 
-// `masked`: also where `causal` would say it.
+// `masked`: build a mask even where `causal` would do.
 Sight sight_of(const at::Tensor& ids, std::int64_t past, std::int64_t window, bool masked) {
   const std::int64_t total = past + ids.size(1);
   Sight sight{.causal = past == 0};
@@ -189,7 +189,7 @@ Sight sight_of(const at::Tensor& ids, std::int64_t past, std::int64_t window, bo
   return sight;
 }
 
-// Scores with a soft cap and dropout of their shares: all of them exist at once.
+// Scores with a soft cap, and dropout of the attention weights: all scores exist at once.
 at::Tensor capped_and_dropped(const at::Tensor& queries, at::Tensor keys, at::Tensor values,
                               const Sight& sight, double scale, double cap, double dropout) {
   const std::int64_t shared = queries.size(1) / keys.size(1);
@@ -228,8 +228,8 @@ struct FusedTypes {
   at::ScalarType residual;  // of the stream between blocks
 };
 
-// The stream is float where that is asked for, and always beside float16, whose range it can leave:
-// no loss scale would cure that.
+// The stream is float where that is asked for, and always with float16: its values can overflow
+// there, which no loss scale prevents.
 FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residual_in_fp32) {
   const at::ScalarType compute = compute_type(device, weight.scalar_type());
   const bool wide = compute == at::kHalf || (residual_in_fp32 && compute == at::kBFloat16);
@@ -238,7 +238,7 @@ FusedTypes fused_types(c10::Device device, const at::Tensor& weight, bool residu
 
 }  // namespace
 
-// What the branches of a block have in common: projections of their input, and a last one.
+// What a block's two branches share: projections of their input, and a last layer.
 template <typename Spec>
 class DecoderBranch : public torch::nn::Module {
  public:
@@ -482,8 +482,8 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
       later_mlp ? shared(mlp_->last_bias(), pass) : at::Tensor(), mlp_after_, pass);
 }
 
-// Only beside a LayerNorm, whose families have these biases: elsewhere the product adds any bias,
-// so that its rounding does not change.
+// Only with LayerNorm, whose families have these biases. Elsewhere the product adds the bias, so
+// that rounding stays the same.
 bool DecoderBlock::defers_bias(const Norm& after, const Pass& pass) const {
   return pass.fused && !after && mlp_norm_.kind() == NormKind::kLayer;
 }
@@ -499,7 +499,7 @@ void DecoderBlock::add(Stream& x, const at::Tensor& y, const at::Tensor& bias, c
     x.sum = x.sum + after_dropout(added);
     return;
   }
-  // Dropout is of the sum with the bias, so there is nothing to leave to the norm then.
+  // Dropout applies to the sum with the bias, so the norm cannot add the bias later.
   x.delta = after_dropout(bias.defined() && drops ? added + bias.to(added.scalar_type()) : added);
   x.delta_bias = drops ? at::Tensor() : bias;
 }
@@ -609,9 +609,9 @@ nn::Staged::Parts Decoder::parts() const {
 
 namespace {
 
-// A runner has one tensor to give back, so a router's logits, which are of the whole sequence, are
-// behind the stream's elements. What computes a block a second time does it inside of what gathers
-// its parameters.
+// A runner returns one tensor, so the router's logits, which cover the whole sequence, are appended
+// to the stream's elements. The runner is called inside the block's run(), so that recomputation
+// finds the parameters gathered.
 Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, const Pass& pass,
                  const BlockRunner& runner) {
   const nn::Block::Body whole = [block, pass](const std::vector<at::Tensor>& in) {

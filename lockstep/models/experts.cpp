@@ -14,7 +14,7 @@
 namespace lockstep::models::detail {
 namespace {
 
-// Moves frozen weights into one tensor, of which a grouped product needs no copy.
+// Moves frozen weights into one tensor, which a grouped product uses without a copy.
 at::Tensor product(const at::Tensor& rows, const std::vector<at::Tensor>& weights,
                    const at::Tensor& ends, bool owns_memory) {
   const bool frozen = std::ranges::none_of(weights, &at::Tensor::requires_grad);
@@ -79,8 +79,8 @@ Experts::Routed Experts::route(const at::Tensor& logits) const {
   return routed;
 }
 
-// A rank's gradient of the scores covers only its slices of the experts, so the router's gradients,
-// too, are sums over ranks.
+// A rank's gradient of the scores covers its slices of the experts only, so the router's gradients
+// are sums over ranks, too.
 at::Tensor Experts::router_logits_of(const at::Tensor& x, const Pass& pass) const {
   const at::Tensor weight = nn::enter_weight(router_->weight, pass.tensor);
   if (pass.fused) return nn::linear(x, weight, {});
@@ -102,8 +102,8 @@ at::Tensor Experts::forward(const at::Tensor& given, const Pass& pass, at::Tenso
   const at::Tensor logits = router_logits_of(x, pass);
   if (router_logits != nullptr) *router_logits = for_each_rank(logits, pass.tensor);
   const Routed routed = route(logits);
-  // A row for each expert of a token, then in the order of experts: the gradient is a sum of rows,
-  // in the same order in every run.
+  // One row for each expert of a token, then sorted by expert. The gradient sums rows in the same
+  // order in every run.
   const at::ScalarType type =
       pass.fused ? x.scalar_type() : compute_type(x.device(), out_.front().scalar_type());
   const at::Tensor copies =

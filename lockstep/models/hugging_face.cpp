@@ -381,9 +381,8 @@ bool is_floating(io::DType dtype) {
          dtype == io::DType::kF64;
 }
 
-// The field of config.json and the value with which this tensor, and most others, would have the
-// shape that it has in the files: a sentence about what someone has changed. Empty where no single
-// field explains it.
+// The field of config.json whose other value would give this tensor, and most others, the shapes in
+// the files; as a sentence. Empty where no single field explains them.
 std::string field_that_differs(const CausalLmConfig& config, const io::TensorShape& wanted,
                                const std::vector<FoundWeight>& weights) {
   std::map<std::string_view, const std::vector<std::int64_t>*> found;
@@ -431,7 +430,7 @@ CausalLmConfig parse_config(std::string_view json, const std::string& name) {
   if (const Node* given = keys.node("is_encoder_decoder");
       given != nullptr && as_bool(*given, "is_encoder_decoder"))
     refuse_field(*given, "is_encoder_decoder", "It must be false.");
-  // To transformers null is false, too: every token would see those after it.
+  // transformers takes null as false: every token would see those after it.
   if (const Entry* entry = root.find("is_causal");
       entry != nullptr && !(entry->value.is(NodeKind::kBool) && entry->value.boolean))
     refuse_field(entry->value, "is_causal",
@@ -475,7 +474,8 @@ std::string config_json(const CausalLmConfig& config, std::string_view dtype) {
 }
 
 std::string function_text(const CausalLmConfig& config) {
-  // In training alone, in the shapes of weights, or another way to say what is set below.
+  // Fields for training only, fields that shapes determine, and aliases of fields that are set
+  // below.
   static const std::set<std::string_view> left_out{"initializer_range",
                                                    "embd_pdrop",
                                                    "attn_pdrop",

@@ -24,7 +24,7 @@ bool autocasts(const at::Tensor& x) {
   return at::autocast::is_autocast_enabled(x.device().type());
 }
 
-// The type to train an adapter in.
+// The type in which an adapter is trained.
 at::ScalarType adapter_type(const at::Tensor& weight) {
   return weight.itemsize() < 4 ? at::kFloat : weight.scalar_type();
 }
@@ -41,8 +41,8 @@ bool LinearImpl::cut_by_inputs() const {
   return lora_A->weight.size(1) < options.in_features();
 }
 
-// The factor that every rank has is used with slices of x or of the result, so that each has a part
-// of its gradient.
+// Marks the factor that every rank has whole: it is used with slices of x or of the result, so each
+// rank computes a part of its gradient.
 LinearImpl::Factors LinearImpl::factors(const nn::TensorGroupPtr& group) const {
   const at::Tensor &a = lora_A->weight, &b = lora_B->weight;
   if (!group) return {a, b};
@@ -93,8 +93,7 @@ at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias,
   const at::Tensor own_bias = with_bias ? bias : at::Tensor();
   if (!has_lora() || merged()) return nn::linear(x, out_in(), own_bias);
   const auto [a, b] = factors(group);
-  // The base of an adapter is frozen; one that is trained has a gradient. A mask of some of the
-  // inputs is not the kernel's.
+  // The fused operation takes a frozen base only, and no dropout mask of a slice of the inputs.
   const bool drops_slice = group && cut_by_inputs() && lora_.dropout > 0 && is_training();
   if (weight.requires_grad() || drops_slice) {
     const at::Tensor own = weight.requires_grad() ? out_in() : out_in().to(x.scalar_type());

@@ -195,7 +195,7 @@ bool is_number(const std::string& part) {
   return !part.empty() && part.find_first_not_of("0123456789") == part.npos;
 }
 
-// A run selects the layers when it checks its file, plans, and makes the adapters.
+// A run selects the layers several times (file check, plan, adapters); each warning is given once.
 void warn_once(const std::string& text) {
   static std::mutex mutex;
   static std::set<std::string> said;
@@ -203,7 +203,7 @@ void warn_once(const std::string& text) {
   if (said.insert(text).second) log::warning("lora", "{}", text);
 }
 
-// Blocks differ in their number alone: one line for all of them.
+// Blocks differ only in their numbers: one line names all of them.
 std::set<std::string> without_numbers(const std::vector<std::string>& names) {
   std::set<std::string> all;
   for (const std::string& name : names) {
@@ -339,7 +339,7 @@ bool LoraTargets::matches(const std::string& name) const {
   return by_suffix(name, config_.target_modules.suffixes) && in_layers(name);
 }
 
-// The number that follows the name of the list, the first one of a name.
+// Checks the first number in the name that follows the name of a list of blocks.
 bool LoraTargets::in_layers(const std::string& name) const {
   if (config_.layers_to_transform.empty()) return true;
   if (std::ranges::find(config_.target_modules.suffixes, name) !=
@@ -347,7 +347,7 @@ bool LoraTargets::in_layers(const std::string& name) const {
     return true;
   const std::vector<std::string> parts = split(name, '.');
   const auto& lists = config_.layers_pattern;
-  // Without a pattern the list itself is inside of something, as in PEFT.
+  // Without a pattern, the list of blocks must itself be in a module, as in PEFT.
   for (std::size_t i = lists.empty() ? 2 : 1; i + 1 < parts.size(); ++i) {
     if (!is_number(parts[i])) continue;
     if (!lists.empty() && std::ranges::find(lists, parts[i - 1]) == lists.end()) continue;
@@ -359,7 +359,8 @@ bool LoraTargets::in_layers(const std::string& name) const {
 }
 
 bool LoraTargets::is_saved_whole(const std::string& name) const {
-  // PEFT takes the ends of names as they are, and everything inside such a module belongs to it.
+  // As in PEFT, a name matches by its end, at any character, and covers everything inside the
+  // module.
   for (std::size_t end = name.find('.');; end = name.find('.', end + 1)) {
     const std::string_view module = std::string_view(name).substr(0, end);
     for (const std::string& saved : config_.modules_to_save)

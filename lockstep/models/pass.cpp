@@ -49,8 +49,8 @@ void draw(at::Tensor weight, double deviation) {
 
 namespace {
 
-// Frequencies that slow rotations are divided by `factor` with, fast ones keep theirs, and those
-// between are interpolated.
+// Slow rotations have their frequency divided by `factor`, fast ones keep it, and those between are
+// interpolated.
 at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeConfig& rope) {
   const auto length = static_cast<double>(rope.original_max_position_embeddings);
   const double low = rope.low_freq_factor, high = rope.high_freq_factor;
@@ -70,8 +70,8 @@ double yarn_pair(double turns, double width, const RopeConfig& rope) {
          (2 * std::log(rope.rope_theta));
 }
 
-// Pairs before `low` keep their frequency, those from `high` on have it divided, and between them
-// it is a mean that leans from one to the other.
+// Pairs before `low` keep their frequency, and those from `high` on have it divided by the factor;
+// between them it is interpolated.
 at::Tensor yarn_frequencies(const at::Tensor& powers, double width, const RopeConfig& rope) {
   double low = yarn_pair(rope.beta_fast, width, rope);
   double high = yarn_pair(rope.beta_slow, width, rope);

@@ -19,7 +19,7 @@ const char* dtype_text(at::ScalarType type) {
 
 CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions& options) {
   auto model = std::make_shared<CausalLm>(config, options);
-  // Blocks are where they belong: moved when they were made, or divided over the devices of ranks.
+  // Blocks are already on their devices: moved when made, or divided over ranks.
   for (at::Tensor& parameter : model->parameters())
     if (nn::rows_of(parameter) == nullptr)
       parameter.set_data(parameter.detach().to(options.device, options.dtype));

@@ -8,7 +8,7 @@
 namespace lockstep::models {
 namespace {
 
-// Without bias; the weights keep the size of gradients through a ReLU.
+// Without bias; the initial weights keep the variance of gradients through a ReLU.
 torch::nn::Conv2d convolution(std::int64_t in, std::int64_t out, std::int64_t size,
                               std::int64_t stride) {
   torch::nn::Conv2d made(

@@ -82,8 +82,8 @@ struct ExpertsSpec {
   bool operator==(const ExpertsSpec&) const = default;
 };
 
-// The parts of `in`: gate and what it multiplies, or one alone. Tensor parallelism cuts each of
-// them by its outputs, and `out` by its inputs.
+// The parts of `in`: the gate and the matrix that it multiplies, or one matrix alone. Tensor
+// parallelism cuts each of them by its outputs, and `out` by its inputs.
 struct MlpSpec {
   std::string name;
   std::vector<Projection> in{};  // with experts: of each of them

@@ -42,8 +42,8 @@ std::int64_t choice_for(const SdpCall& call) {
                                call.options.causal, call.options.scale, call.grouped);
 }
 
-// ATen uses cuDNN's attention on GPUs where it is the fastest, and silently another one where the
-// loaded cuDNN lacks it, as a system cuDNN found before LibTorch's own does. Checked once per
+// ATen uses cuDNN's attention on GPUs where it is the fastest, and silently another one if the
+// loaded cuDNN lacks it (a system cuDNN may be found before LibTorch's own). Checked once per
 // process.
 void say_without_cudnn(const SdpCall& call) {
   static std::atomic<bool> asked{false};
@@ -77,7 +77,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::T
   const SdpCall call{query, key, value, options, query.size(1) != key.size(1)};
   const bool on_cuda = query.is_cuda() && query.numel() > 0 && key.numel() > 0;
   if (on_cuda && call.grouped && choice_for(call) == kMath) {
-    // Fused kernels that do not support fewer key heads do take repeated ones.
+    // Fused kernels that need as many key heads as query heads get repeated ones.
     const std::int64_t times = query.size(1) / key.size(1);
     return attention(query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1),
                      options);

@@ -119,8 +119,8 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
     const detail::NoAutocast no_autocast;
     const CrossEntropyOptions options{ignore_index, columns};
     const TargetCount total = count_targets(targets, ignore_index, detail::sum_type(logits));
-    // An alias that autograd does not follow; others that saved the logits see that they have
-    // changed.
+    // An alias outside of autograd. The version is raised, so that others that saved the logits
+    // notice the change.
     at::Tensor gradient = detail::flat(logits.detach()).contiguous();
     const bool late = scales_late(logits);
     const at::Tensor losses = consume(gradient, targets, early_scale(total, late), options);
@@ -143,7 +143,7 @@ class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFuncti
   }
 };
 
-// Without a gradient to compute the logits stay: chunks of them are consumed as copies.
+// Without a gradient to compute the logits are kept: chunks of them are consumed as copies.
 at::Tensor loss_alone(const at::Tensor& logits, const at::Tensor& targets,
                       const CrossEntropyOptions& options) {
   const detail::NoAutocast no_autocast;

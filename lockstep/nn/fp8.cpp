@@ -66,7 +66,7 @@ struct CastTo {
   at::Tensor amax, by_column;  // bits of floats
 };
 
-// `amax`: where it is known.
+// `amax`: the largest magnitude, where known.
 CastTo room_for(const at::Tensor& like, std::int64_t rows, at::ScalarType type, Fp8Recipe recipe,
                 const Fp8Wanted& wanted, const at::Tensor& amax) {
   const bool by_row = recipe == Fp8Recipe::kRowwise;
@@ -207,8 +207,8 @@ at::Tensor part_to_fp8(const at::Tensor& part, const at::Tensor& amax) {
   return cast_with(part, amax, at::kFloat8_e4m3fn).values;
 }
 
-// The largest value of the format becomes 1 and then `amax`, to the bit: 448 times the float
-// nearest to 1 / 448 is 1.
+// The format's largest value becomes 1 and then exactly `amax`: 448 times the float nearest to 1 /
+// 448 is 1.
 void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax) {
   part.mul_(1 / largest(at::kFloat8_e4m3fn)).mul_(amax.clamp_min(kSmallest));
 }

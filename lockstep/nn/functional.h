@@ -117,9 +117,9 @@ struct GroupedLinearOptions {
 // has the same gradients to reduce.
 //
 // Weights of another dtype than x are converted to it in each call. One product for all groups
-// never waits for the device; it computes with a copy of the weights in one tensor, unless they lie
-// so already (place_together), and its gradients are rounded to x's dtype. One product for each
-// group waits for `ends`, and gradients of float weights are computed in float.
+// never waits for the device; it uses a copy of the weights in one tensor, unless they already lie
+// in one (place_together), and its gradients are rounded to x's dtype. One product for each group
+// waits for `ends`, and gradients of float weights are computed in float.
 at::Tensor grouped_linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
                           const at::Tensor& ends, const GroupedLinearOptions& options = {});
 

@@ -411,8 +411,8 @@ struct LoraBase {
   }
 };
 
-// The narrow product is written first and the wide one adds to it: a wide product reads what it
-// adds to while it computes, whereas a narrow one would wait for memory.
+// The narrow product is written first and the wide one adds to it: a wide product reads that sum
+// while it computes, whereas a narrow one would wait for memory.
 class LoraFunction : public torch::autograd::Function<LoraFunction> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
@@ -585,8 +585,8 @@ std::vector<std::int64_t> on_host(const at::Tensor& ends) {
   return {data, data + host.numel()};
 }
 
-// All groups in one product. Backward makes the copy of the weights again: all experts of a model
-// would be there twice until then, and FullyShard could not free them.
+// All groups in one product. Backward copies the weights again: a copy that is kept would double
+// all experts of a model, and FullyShard could not free them.
 struct OneProduct {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& ends,
                             at::TensorList weights) {

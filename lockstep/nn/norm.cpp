@@ -108,7 +108,7 @@ NormGrads norm_backward_aten(const at::Tensor& dsum, const at::Tensor& dnormed,
   return {dx.to(saved.x.scalar_type()), {}, (dy * xhat).sum(0), dy.sum(0), dx.sum(0)};
 }
 
-// `has_delta`: the gradient of delta is wanted; `sums_dx`: and that of its bias.
+// `has_delta`, `sums_dx`: the gradients of delta and of its bias are wanted.
 NormGrads norm_backward(const at::Tensor& dsum, const at::Tensor& dnormed, const NormOutput& saved,
                         const at::Tensor& weight, bool has_delta, bool sums_dx) {
   const auto cuda = detail::OnCuda::with({saved.x, dsum, dnormed, weight, saved.rstd});

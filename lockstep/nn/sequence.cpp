@@ -75,8 +75,8 @@ TensorGroupPtr group_in(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<TensorGroup>(ctx->saved_data["group"].toCapsule());
 }
 
-// The memory of the whole sequence, for as long as layers have saved it. Gathering it again in
-// backward does not keep it longer than they do.
+// The memory of the whole sequence, alive as long as layers have saved it. Backward gathers it
+// again, but no longer than they need it.
 struct WholeMemory : torch::CustomClassHolder {
   c10::Storage storage() const { return c10::Storage(saved.lock()); }
   c10::weak_intrusive_ptr<c10::StorageImpl> saved{c10::intrusive_ptr<c10::StorageImpl>()};

@@ -154,7 +154,7 @@ at::Tensor join(const at::Tensor& x, std::int64_t dimension, std::int64_t whole,
   return group ? JoinFunction::apply(x, dimension, whole, group) : x;
 }
 
-// An id outside of the vocabulary is the first or the last rank's, whose lookup refuses it.
+// An id outside of the vocabulary goes to the first or the last rank, whose lookup refuses it.
 at::Tensor own_embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t vocabulary,
                          std::int64_t padding_index, const TensorGroupPtr& group) {
   if (!group) return at::embedding(weight, ids, padding_index);

@@ -80,8 +80,8 @@ at::Tensor leave(const at::Tensor& x, const TensorGroupPtr& group);
 at::Tensor join(const at::Tensor& x, std::int64_t dimension, std::int64_t whole,
                 const TensorGroupPtr& group);
 
-// Rows of an embedding of `vocabulary` rows, of which this rank has weight's: zeros for the tokens
-// of other ranks, until leave(). `padding_index`: a token without a gradient; -1: none.
+// Rows of an embedding of `vocabulary` rows, of which this rank has those in `weight`: zeros for
+// the tokens of other ranks, until leave(). `padding_index`: a token without a gradient; -1: none.
 at::Tensor own_embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t vocabulary,
                          std::int64_t padding_index, const TensorGroupPtr& group);
 // The mean cross entropy over the targets that are not `ignore_index`, from this rank's columns of

@@ -56,7 +56,7 @@ const at::Tensor& grad_of(const AdamWItem& item) {
   return grad;
 }
 
-// A parameter that was frozen after the pass was made has no gradient and stays as it is.
+// A parameter frozen after the pass was made has no gradient and is left unchanged.
 bool is_frozen(const AdamWItem& item) {
   return !item.grad.defined() && !item.param.requires_grad() && !item.param.grad().defined();
 }
@@ -107,7 +107,7 @@ void AdamWPass::set_options(std::size_t group, const AdamWOptions& options) {
   const std::array<double, kGroupValues> before = values_of(groups_[group]);
   const std::array<double, kGroupValues> now = values_of(options);
   groups_[group] = options;
-  // A number that a kernel carries: a copy from the host's memory would wait for the device.
+  // A number passed as a kernel argument: a copy from the host's memory would wait for the device.
   const at::Tensor there = group_values_[static_cast<std::int64_t>(group)];
   for (std::size_t i = 0; i < now.size(); ++i)
     if (now[i] != before[i]) there[static_cast<std::int64_t>(i)].fill_(now[i]);
@@ -217,8 +217,8 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
       .made_for = std::move(made_for)};
 }
 
-// Loading a model may give a parameter other memory (set_data), and backward gives gradients other
-// memory; the step works on the current addresses.
+// Loading a model may give a parameter new memory (set_data), and so may backward a gradient; the
+// step uses the current addresses.
 std::vector<const void*> AdamWPass::addresses() const {
   std::vector<const void*> all;
   for (const auto& item : items_) {
@@ -243,7 +243,7 @@ AdamWPass::Tables& AdamWPass::current_tables() {
   Tables& tables = captured_.emplace_back(make_tables(std::move(wanted)));
   const Tables there = std::exchange(spare_, {});
   cuda::after_capture([there, tensors = tables.tensors, chunks = tables.chunks] {
-    // Shorter than what was prepared where parameters are frozen.
+    // Shorter than the prepared arrays where parameters are frozen.
     there.tensors.narrow(0, 0, tensors.numel()).copy_(tensors);
     there.chunks.narrow(0, 0, chunks.numel()).copy_(chunks);
   });

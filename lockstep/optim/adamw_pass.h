@@ -7,7 +7,7 @@
 //   const double norm = pass.norm().item<double>();
 //
 // step() is measure() and update(found_inf()): a step whose norm is not finite changes nothing. A
-// caller with another criterion (ranks that must agree) calls the two itself.
+// caller with another criterion (ranks that must agree) calls them itself.
 //
 // On CUDA, all values that change between steps (learning rate, bound, step number) are on the
 // device, so a captured CUDA graph may contain step(): set_options() and set_max_norm() write them

@@ -90,9 +90,9 @@ class SgdRule final : public RuleOf<SGDOptions> {
   using RuleOf::RuleOf;
 
   bool counts_steps() const override { return false; }
-  // Momentum begins with the first gradient, undamped. When that step is skipped on the device,
-  // the buffer stays zero, and the next step's `momentum * 0 + gradient` is the same; only with
-  // dampening is it not, and then the host must know.
+  // Momentum begins with the first gradient, undamped. If that step is skipped on the device, the
+  // buffer stays zero, and the next step's `momentum * 0 + gradient` is the same. With dampening it
+  // is not, so the host must know.
   bool needs_host_skip() const override { return options.momentum != 0 && options.dampening != 0; }
   SpanKernels kernels() const override { return {&sgd_span<float>, &sgd_span<double>, &options}; }
 

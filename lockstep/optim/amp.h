@@ -68,8 +68,8 @@ struct GradScalerState {
 //   scaler.step(optimizer);                       // skipped when a gradient is inf or nan
 //   scaler.update();
 //
-// Whether a step is skipped is a number on the device, the maximum over all ranks, that the fused
-// kernels read there: no step waits for the host, but those of optimizers of torch::optim.
+// Whether a step is skipped is a number on the device, the maximum over all ranks, which the fused
+// kernels read there: the host never waits for it, except with optimizers of torch::optim.
 //
 // bf16 has the range of float32 and needs no scaler. One scaler per run, even with several
 // optimizers; update() once per step, after all of them. unscale_ and step communicate: call them

@@ -15,8 +15,8 @@
 namespace lockstep::optim {
 namespace {
 
-// Gradients of one device and dtype, which the foreach kernels take together, in the order in which
-// the first of each appears: the norm is a sum, and its bits depend on the order.
+// Gradients of one device and dtype, which foreach kernels take together. Groups are in the order
+// in which the first gradient of each appears, since the order of a sum decides its bits.
 using Groups = std::vector<std::vector<at::Tensor>>;
 
 // Those of `params`, in their order.
@@ -144,7 +144,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
   const Groups groups = groups_of(gradients);
   const at::Tensor total = norm_of(groups, options, kWho);
   if (groups.empty()) return total;
-  // Multiplied even where it is 1: asking would wait for the device.
+  // Multiplies even by 1: a comparison would wait for the device.
   const at::Tensor coefficient = at::clamp_max(max_norm / (total + 1e-6), 1.0);
   for (const auto& group : groups)
     at::_foreach_mul_(group, to_device(coefficient, group[0].device()));

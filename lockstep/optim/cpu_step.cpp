@@ -72,9 +72,9 @@ void step_typed(const std::vector<CpuItem>& items, const SpanKernels& kernels) {
 
 }  // namespace
 
-// at::parallel_for is compiled into its caller and forks threads only where that is compiled and
-// linked with OpenMP, with a library that must then be LibTorch's own. An iterator over that many
-// bytes, which nobody touches, forks inside LibTorch.
+// at::parallel_for is compiled into its caller, and forks threads only if that is built with
+// OpenMP, from the library that LibTorch uses. An iterator over that many bytes, which nobody
+// touches, forks inside LibTorch instead.
 void share_out(std::int64_t count, std::int64_t unit, Part body) {
   const std::int64_t fewest = std::max<std::int64_t>(at::internal::GRAIN_SIZE / unit, 1);
   if (count <= fewest || at::get_num_threads() == 1) return body(0, count);

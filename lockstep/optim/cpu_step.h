@@ -9,7 +9,7 @@
 // carries its position in its tensor, so the bits are those of one thread, and hundreds of small
 // tensors cost one fork of threads instead of one each.
 //
-// For optimizers of this folder and for ShardedOptimizer. One thread at a time.
+// One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -89,11 +89,11 @@ bool tf32() {
 }
 
 void set_deterministic(bool on) {
-  // Read when cuBLAS makes its first handle; what the user chose stays.
+  // Read when cuBLAS makes its first handle. A value that the user set is kept.
   if (on) ::setenv(kWorkspace, ":4096:8", /*overwrite=*/0);
   at::globalContext().setDeterministicAlgorithms(on, /*warn_only=*/false);
   at::globalContext().setDeterministicCuDNN(on);
-  // Measuring which convolution is fastest may choose a different one in the next run.
+  // Timing which convolution is fastest may choose another one in the next run.
   if (on) at::globalContext().setBenchmarkCuDNN(false);
 }
 

@@ -11,8 +11,8 @@
 //
 // Buffers (BatchNorm's statistics) are copied as they are.
 //
-// Every rank keeps the same averages because all have the same weights; nothing communicates. Holds
-// the module's tensors, not the module. One thread at a time; no step while a swap lives.
+// All ranks have the same weights and thus the same averages, without communication. Holds the
+// module's tensors, not the module. One thread at a time; no step while a swap lives.
 #pragma once
 
 #include <ATen/core/Tensor.h>

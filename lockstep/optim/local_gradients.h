@@ -1,5 +1,5 @@
-// Detects gradients that are still this rank's own, not the average over ranks; and the copy of a
-// small tensor to another device.
+// Detects gradients that still belong to this rank alone and are not yet the average over ranks;
+// and copies a small tensor to another device.
 //
 // ShardedOptimizer averages gradients in its step. Clipping or unscaling them before, or stepping
 // them with another optimizer, would make ranks differ without an error, so the functions that do
@@ -53,10 +53,10 @@ void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_v
 //   watch.refuse_written("fully_shard");
 //   watch.reset();                    // the step reads .grad
 //
-// A watched gradient lies in a storage of LibTorch's copy-on-write kind that nobody shares. The
-// first access for writing makes it an ordinary one, in the same memory and without a copy; reading
-// leaves it as it is. In-place operations on .grad itself count in its version, and are allowed.
-// For the thread that trains.
+// A watched gradient lies in a copy-on-write storage of LibTorch that nobody shares. The first
+// write access makes it an ordinary one, in the same memory and without a copy; reading leaves it
+// as it is. In-place operations on .grad itself count in its version and are allowed. For the
+// training thread.
 class GradientWatch {
  public:
   GradientWatch() = default;

@@ -92,8 +92,7 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
     check_steppable(who, param, grad);
-    // The CPU kernels walk the memory of both without looking at strides or at lazy negation and
-    // zeros.
+    // CPU kernels walk the memory of both and ignore strides, lazy negation and lazy zeros.
     if (!same_layout(param, grad) || grad.is_neg() || grad._is_zerotensor())
       grad = at::empty_like(param).copy_(grad);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {
@@ -106,7 +105,7 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
   return batches;
 }
 
-// ATen's kernels have their options from the host, which a graph would repeat.
+// ATen's kernels take their options from the host: a graph would repeat the recorded values.
 void refuse_capture() {
   if (kernels::cuda::capturing())
     throw Error(kOptimizer,
@@ -145,8 +144,8 @@ void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const Up
   // A step that was skipped does not count.
   if (!counters.empty() && skip.defined())
     at::_foreach_sub_(counters, std::vector<at::Tensor>(counters.size(), skip));
-  // So that a graph retained across the step raises instead of using the new values. ATen's fused
-  // kernels do not do it either.
+  // A graph retained across the step then raises an error instead of using the new values, which
+  // ATen's fused kernels do not ensure either.
   for (const auto& param : batch.params) param.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -332,7 +331,7 @@ StepResult Optimizer::step(const StepOptions& options) {
   if (has_pass()) return step_in_one_pass(options, scaler);
   refuse_capture();
   if (scaler != nullptr) scaler->unscale_(this, params_);
-  // If kernels sum blocks, the norm has the bits of ShardedOptimizer's.
+  // Norms summed in blocks by the kernels have the bits of ShardedOptimizer's.
   const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {
                           return detail::has_kernel(p.scalar_type(), p.device());
                         })};
@@ -365,7 +364,7 @@ void Optimizer::step_groups(const at::Tensor& found_inf, const SplitGradients* s
     for (const Batch& batch : gather(rule->name(), by_group_[g])) {
       at::Tensor skip;  // without dimensions, as the counters of steps are
       if (found_inf.defined()) skip = found_inf.to(batch.params[0].device()).reshape({});
-      // The host looks where it need not wait, and where the rule does not look itself.
+      // The host reads it where that needs no waiting, or where the rule cannot skip by itself.
       if (skip.defined() && (skip.is_cpu() || rule->needs_host_skip())) {
         if (skip.item<float>() != 0) continue;
         skip = at::Tensor();
@@ -398,10 +397,10 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
 
 // ---------------------------------------------------------------- in one pass, on a GPU
 
-// Decided at the first step, when the model is where it is trained.
+// Decided at the first step, when the model is on the device it is trained on.
 bool Optimizer::has_pass() {
   if (!no_pass_.empty()) return false;
-  // Others, sparse ones too, are for gather() to copy or to refuse.
+  // Other gradients, sparse ones too, are copied or refused by gather().
   const auto has_gradient = [](const at::Tensor& param) {
     const at::Tensor& grad = param.grad();
     return grad.defined() && grad.layout() == at::kStrided && grad.is_contiguous();
@@ -484,8 +483,8 @@ StepResult Optimizer::step_in_one_pass(const StepOptions& options, GradScaler* s
   return result;
 }
 
-// The norm is infinite or not a number exactly when a gradient is, or when the sum of squares
-// overflows, which a step would not survive either.
+// The norm is not finite exactly when a gradient is not, or when the sum of squares overflows; then
+// the step would fail, too.
 at::Tensor Optimizer::any_rank_not_finite(const at::Tensor& norm) {
   const at::NoGradGuard no_grad;
   at::Tensor found = at::isfinite(norm).logical_not().to(at::kFloat).reshape({1});
@@ -560,7 +559,7 @@ void reset_state(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
   for (const at::Tensor& tensor : state.tensors) tensor.zero_();
 }
 
-// In place where there is a state: a CUDA graph may read it there.
+// Copied into an existing state: a CUDA graph may read it there.
 void set_state(torch::optim::Optimizer& optimizer, const Loaded& loaded) {
   const auto& [param, rule, state] = loaded;
   if (state.names.empty() && !state.step.defined()) return reset_state(optimizer, param);

@@ -69,7 +69,7 @@ const RuleState& ensure_state(torch::optim::Optimizer& optimizer, const at::Tens
     optimizer.state()[param.unsafeGetTensorImpl()] = std::move(fresh);
   }
   auto& held = static_cast<RuleState&>(*optimizer.state()[param.unsafeGetTensorImpl()]);
-  // Options may have changed since and need more state.
+  // The options may have changed since, so that the rule needs more state.
   for (const StateSpec& spec : specs)
     if (!held[spec.name].defined()) held.add(spec.name, detail::make_state(spec, param));
   return held;

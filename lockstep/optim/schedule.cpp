@@ -102,7 +102,7 @@ double ratio(std::int64_t part, std::int64_t whole) {
   return static_cast<double>(part) / static_cast<double>(std::max<std::int64_t>(1, whole));
 }
 
-// A straight line up, then `rest`, which also gets the step counted from the first one.
+// A linear warm-up, then `rest`, which is also given the steps counted from the first one.
 Factor after_warmup(std::int64_t warmup, Factor rest) {
   return [warmup, rest = std::move(rest)](std::int64_t step) {
     return step < warmup ? ratio(step, warmup) : rest(step);
@@ -210,7 +210,7 @@ Factor warmup_stable_decay(const ScheduleOptions& options) {
   const auto warmup = options.warmup_steps;
   const std::int64_t stable =
       kwargs.steps("num_stable_steps").value_or(options.total_steps - warmup - *decay);
-  // Training that ends in its warm-up was shortened for a trial.
+  // Training that ends during its warm-up is a shortened trial, and allowed.
   if (stable < 0 && warmup < options.total_steps)
     throw UsageError(kSchedule,
                      "{} warm-up and {} decay steps are more than the {} steps of the training. "
@@ -305,7 +305,7 @@ void check(const ScheduleOptions& options, const Kind& kind) {
     throw UsageError(kSchedule,
                      "the learning rate {} is not a positive number. A schedule scales it.",
                      options.lr);
-  // Stable and decay steps say how long it is; everything else needs the end.
+  // num_stable_steps replaces total_steps; every other schedule with an end needs the total.
   const bool given = options.kwargs.contains("num_stable_steps");
   if (kind.needs_total && options.total_steps <= 0 && !given)
     throw UsageError(

@@ -137,9 +137,9 @@ class Listener {
     }
   }
 
-  // This thread remains to receive the launcher's SIGTERM, which all others may have blocked. If it
-  // came just before the failure was read, the program's handler may have taken it, so this sends
-  // another.
+  // This thread stays to receive the launcher's SIGTERM, which all others may have blocked. If it
+  // came just before the failure was read, the program's handler may have consumed it, so this
+  // sends another.
   [[noreturn]] static void terminate_process() {
     std::this_thread::sleep_for(kExitGrace);
     for (;;) {

@@ -172,7 +172,7 @@ Ancestor read_process(long pid, long& parent) {
   return {pid, text.substr(open + 1, close - open - 1), std::string(fields[22])};
 }
 
-// MPICH passes no job id in variables, but all ranks of a host descend from one proxy.
+// MPICH passes no job id in variables, but all ranks on a host are started by one proxy.
 std::string mpi_proxy() {
   long pid = ::getppid();
   std::string parent_id;

@@ -375,7 +375,7 @@ namespace {
 
 using Kind = StoreFrame::Kind;
 
-// Credit is reported seldom enough to be cheap, and soon enough that a sender does not stop.
+// Credit is reported rarely enough to be cheap, and often enough that a sender does not stop.
 constexpr std::size_t kReportAfter = StoreStreams::kStreamWindow / 4;
 
 [[noreturn]] void reject(const char* what) {

@@ -1,7 +1,7 @@
 // LibTorch exports ProcessGroupGloo but ships none of gloo's headers, of which its header includes
-// five. These few declarations are all that it needs to be read; the build puts this file in the
-// place of each of the five (lockstep/comm/CMakeLists.txt). Nothing here is ever constructed or
-// laid out by us, and definitions are in LibTorch.
+// five. These declarations are enough to compile it; the build puts this file in the place of each
+// of the five (lockstep/comm/CMakeLists.txt). Definitions are in LibTorch; nothing declared here is
+// constructed or laid out by Lockstep.
 #pragma once
 
 #include <chrono>

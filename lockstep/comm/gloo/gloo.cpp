@@ -21,9 +21,9 @@ namespace {
 using c10d_calls::C10dWork;
 
 // c10d's flight recorder keeps one table per process without a lock: two worlds in one process
-// corrupt it (seen as a crash in FlightRecorder::record). It reads its size when it is first used,
-// so that happens here, before main(): setenv() while other threads run may crash one that reads
-// the environment, which afterwards is as it was. A value the user set stays.
+// corrupt it (seen as a crash in FlightRecorder::record). It reads its size from the environment at
+// first use, so it is turned off before main(): later, setenv() may crash another thread that reads
+// the environment. The variable is restored, and a value that the user has set is kept.
 [[maybe_unused]] const bool recorder_is_off = [] {
   constexpr const char* kSize = "TORCH_FR_BUFFER_SIZE";
   if (std::getenv(kSize) != nullptr) return false;
@@ -40,11 +40,10 @@ thread_local bool on_worker_thread = false;
 // Users see our deadlines; gloo's own only ends operations that no thread waits for any more.
 constexpr std::chrono::milliseconds kMargin{10'000};
 
-// gloo writes to a connection whose other end may have died, and the SIGPIPE of that would end this
-// rank without a report; a launcher that hears of us before it hears of the dead rank would even
-// name us. With a handler that does nothing the write fails instead, and unlike an ignored signal a
-// handler is not inherited by programs that a rank starts. What the program itself has chosen,
-// before or after, stays.
+// gloo writes to connections whose other end may have died. The SIGPIPE would end this rank without
+// a report, and a launcher that notices it before the dead rank would name it as the cause. With a
+// handler that does nothing the write fails instead; unlike an ignored signal, a handler is not
+// inherited by programs that a rank starts. A handler that the program installs is kept.
 void survive_broken_pipes() {
   static std::atomic<bool> done{false};
   if (done.exchange(true)) return;

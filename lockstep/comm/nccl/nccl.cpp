@@ -76,7 +76,7 @@ Loaded open_plugin() {
     void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
     if (library == nullptr) {
       const char* error = ::dlerror();
-      // The first answer that is not "no such file" is the interesting one.
+      // Report the first error other than "no such file".
       if (loaded.trouble.empty() || ::access(path.c_str(), F_OK) == 0)
         loaded.trouble = error != nullptr ? error : "unknown error";
       continue;

@@ -16,9 +16,9 @@
 // called from any thread. Arrays belong to the caller, until the ticket is done. After the first
 // failure (a dead peer, a deadline, ranks that disagree, abort) the engine is broken forever: all
 // tickets fail, later calls throw CommError with the first cause, and so do the peers' engines. The
-// destructor fails what is pending, even where other threads wait for it, and never waits for
-// peers; after it no array is touched any more. A child that was forked off may drop its copy,
-// which does nothing to the parent's, and use it for nothing else (UsageError).
+// destructor fails pending operations, even if other threads wait for them, and never waits for
+// peers; no array is touched afterwards. A forked child may only destroy its copy, which leaves the
+// parent's intact; any other use is a UsageError.
 #pragma once
 
 #include <cstddef>

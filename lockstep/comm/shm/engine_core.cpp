@@ -127,7 +127,7 @@ std::shared_ptr<SymmetricBlock> EngineCore::make_symmetric(std::size_t bytes,
     return shm::make_symmetric(group_.blocks(), {group_.info(), group_.peers(), peer_failure},
                                bytes, deadline);
   } catch (const CommError& error) {
-    // The ranks may no longer agree on what has been said: nothing can follow.
+    // Ranks may disagree on which messages were exchanged, so the engine cannot continue.
     fail(failure_from("making a symmetric block", error));
     throw;
   }
@@ -399,22 +399,22 @@ void EngineCore::sleep(const Task& task) {
 
 // ---------------------------------------------------------------- peers and deadlines
 
-// For a thread that does not sleep between two steps: something may keep moving while a collective
-// behind it still waits for a rank that is gone.
+// For a thread that never sleeps between steps: one operation may keep moving while a collective
+// behind it waits for a rank that has died.
 void EngineCore::look_when_due(const Task& task) {
   if (Deadline::Clock::now() - looked_ > kLongestSleep) look_after_peers(task);
 }
 
-// Operations that a rank completed before it ended count, and all are visible once the end is
-// known. It starts no more, so this terminates even if other ranks keep sending.
+// What a rank completed before it ended counts, and all of it is visible once its end is known. It
+// starts nothing more, so this terminates even if other ranks keep sending.
 void EngineCore::finish_what_peers_left() {
   if (messages_.pending() > 0) messages_.pump(completions_);
   while (!failure_.broken() && !queue_.empty() && step_head()) {
   }
 }
 
-// A rank's end is no trouble for those that want nothing from it; but it must not hide another
-// rank's end, nor the deadline.
+// A rank that has ended matters only to operations that need it, and must hide neither another
+// rank's end nor the deadline.
 void EngineCore::look_after_peers(const Task& task) {
   looked_ = Deadline::Clock::now();
   const std::vector<EngineFailure> found = failure_.of_peers();

@@ -102,11 +102,10 @@ class Messages {
 
   void add(const std::shared_ptr<Message>& message);
   int pending() const { return pending_; }
-  // Moves what can be moved, at most about a ring's worth in each direction per rank: while the
-  // other side works too, a pass would otherwise last as long as the message and starve the others.
-  // One call takes everything that a rank which does nothing more has left behind. Completes
-  // finished messages. True when anything moved. Throws CommError when sender and receiver disagree
-  // on the length.
+  // Moves what can be moved, but at most about one ring's worth in each direction per rank:
+  // otherwise one pass would last as long as a long message and starve the others. One call drains
+  // the ring of a rank that has ended. Completes finished messages. True when anything moved.
+  // Throws CommError when sender and receiver disagree on the length.
   bool pump(Completions& completions);
   // The oldest message with that rank, or null.
   const Message* with(int rank) const;

@@ -78,8 +78,8 @@ class Backoff {
   Clock::time_point looked_{};  // at the clock
 };
 
-// A move costs about as much as a wake-up. Where another process keeps coming to the same core,
-// moving must not be all that happens.
+// The least time between moves: a move costs about as much as a wake-up, and another process may
+// keep coming to the same core.
 constexpr std::chrono::milliseconds kBetweenMoves{2};
 
 // ---------------------------------------------------------------- the engine's thread
@@ -186,9 +186,8 @@ class AdaptivePolicy final : public ProgressPolicy {
   bool parked_ = false;          // the thread looks again soon, woken or not
 };
 
-// Staying on one core for good would cost more than leaving another can gain. The call fails where
-// somebody has just taken these very cores from the process: then allow all that it still has,
-// which the kernel knows.
+// A thread pinned for good would lose more than one move gains. The call fails if the process has
+// just lost these cores (cpuset): then allow every core, of which the kernel grants those it has.
 void allow_again(const cpu_set_t& cores, SetAffinity set) {
   constexpr int kTries = 3;
   for (int i = 0; i < kTries; ++i)

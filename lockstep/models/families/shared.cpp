@@ -53,7 +53,8 @@ Option layers_option(std::int64_t fallback) {
 }
 
 Option window_option(std::int64_t fallback) {
-  // With a cache transformers keeps all tokens then, and generates another text than without.
+  // Refused at 1: with a cache transformers then keeps all tokens, and generates another text than
+  // without.
   return {.key = "sliding_window",
           .fallback = fallback,
           .least = 1,
