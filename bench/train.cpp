@@ -1,8 +1,8 @@
 // lockstep bench train: a small language model on the CPU, beside ranks that do not communicate and
 // PyTorch's DDP over gloo. The ranks of all contenders (models.h) stay alive for the whole run and
-// take turns in blocks of steps. And lockstep bench recipes: training files as `lockstep train` runs
-// them, beside PyTorch on the same model and shapes, and beside our training step alone; the speed
-// that a user gets, not that of the parts.
+// take turns in blocks of steps. And lockstep bench recipes: training files as `lockstep train`
+// runs them, beside PyTorch on the same model and shapes, and beside our training step alone; the
+// speed that a user gets, not that of the parts.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>

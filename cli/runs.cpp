@@ -1,6 +1,6 @@
-// The commands that show runs: the page of a recorded run, or of two, also after their end
-// (`lockstep dashboard` serves it, `lockstep report` writes it to a file); `lockstep monitor`: a run
-// in the terminal, from its dashboard or from its record, and without one the GPUs of the machine;
+// The commands that show runs. The page of a recorded run, or of two, also after their end:
+// `lockstep dashboard` serves it, `lockstep report` writes it to a file. `lockstep monitor`: a run
+// in the terminal, from its dashboard or from its record; without one the GPUs of the machine.
 // `lockstep ledger`: what the ranks did last, from the files that a failed or stalled run left.
 #include <fmt/format.h>
 #include <signal.h>
