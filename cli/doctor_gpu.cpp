@@ -1,6 +1,6 @@
 // The checks of `lockstep doctor` that concern devices: what the GPUs' driver says; and the half of
-// the probe that needs no torch: starts the ranks of probe_ranks.cpp, reads what they left, and keeps
-// the link that they measured for `lockstep plan`.
+// the probe that needs no torch, which starts the ranks of probe_ranks.cpp, reads what they left,
+// and keeps the link that they measured for `lockstep plan`.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 

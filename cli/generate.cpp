@@ -1,9 +1,8 @@
-// Commands on the folders of models: `lockstep generate` continues a text with the model in a
+// Commands on the folders of models. `lockstep generate` continues a text with the model in a
 // folder, to see what it has learned. `lockstep checkpoint import`: an archive that a C++ program
-// wrote with torch::save becomes a folder of safetensors; LibTorch's own reader opens it, nothing of
-// ours reads pickle. `lockstep checkpoint merge`: an adapter and its base model become one model, as
-// with PEFT's merge_and_unload().
-
+// wrote with torch::save becomes a folder of safetensors; LibTorch's own reader opens it, nothing
+// of ours reads pickle. `lockstep checkpoint merge`: an adapter and its base model become one
+// model, as with PEFT's merge_and_unload().
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 #include <fmt/format.h>
