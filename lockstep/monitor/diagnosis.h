@@ -99,7 +99,7 @@ std::optional<Finding> page_faults(const View& view);
 std::optional<Finding> too_many_threads(const View& view);
 std::optional<Finding> cpu_starved(const View& view);
 
-std::optional<double> starved_share(const View& view);  // as in diagnosis.h
+std::optional<double> starved_share(const View& view);  // as above, of a record
 
 // ------------------------------------------------------------------ figures
 
