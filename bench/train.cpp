@@ -1,8 +1,8 @@
 // lockstep bench train: a small language model on the CPU, beside ranks that do not communicate and
 // PyTorch's DDP over gloo. The ranks of all contenders (models.h) stay alive for the whole run and
-// take turns in blocks of steps. And lockstep bench recipes: training files as `lockstep train` runs
-// them, beside PyTorch on the same model and shapes, and beside our training step alone; the speed
-// that a user gets, not that of the parts.
+// take turns in blocks of steps. And lockstep bench recipes: training files as `lockstep train`
+// runs them, beside PyTorch on the same model and shapes, and beside our training step alone; the
+// speed that a user gets, not that of the parts.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
@@ -38,7 +38,7 @@ constexpr int kFirstSteps = 4;
 // two ranks in another order. Twice the learning rate shows as 1e-3.
 constexpr double kLossTolerance = 1e-4;
 
-void add_losses(const json& answer, std::vector<double>& losses) {
+void append_losses(const json& answer, std::vector<double>& losses) {
   for (const json& loss : answer.at("losses"))
     losses.push_back(loss.is_number() ? loss.get<double>() : NAN);  // JSON has no NaN
 }
@@ -80,7 +80,7 @@ struct TrainSide {
     std::vector<double> all;
     for (const json& answer : ranks.ask_all(
              {{"do", "train"}, {"steps", kFirstSteps}, {"batch_size", 1}, {"same", same}}))
-      add_losses(answer, all);
+      append_losses(answer, all);
     return all;
   }
 
@@ -374,7 +374,7 @@ std::vector<double> exact_losses(RankProcesses& ranks, const ModelSettings& sett
   const std::int64_t batch =
       std::min<std::int64_t>(settings.batch_size, settings.kind == "resnet" ? 8 : 2);
   std::vector<double> losses;
-  add_losses(ranks.ask({{"do", "train"}, {"steps", kSteps}, {"batch_size", batch}}), losses);
+  append_losses(ranks.ask({{"do", "train"}, {"steps", kSteps}, {"batch_size", batch}}), losses);
   ranks.ask({{"do", "drop"}});
   return losses;
 }

@@ -1,5 +1,5 @@
-// The subcommands of `lockstep`, one file each, and their common functions: flags, text for a
-// terminal, errors as exit codes, environment variables, progress of a long read.
+// The subcommands of `lockstep`, and their common functions: flags, text for a terminal, errors as
+// exit codes, environment variables, progress of a long read.
 //
 //   int main(int argc, char** argv) { return cli::guarded([&] { return command(argc, argv); }); }
 //   print_text("{}: {} tensors\n", name_in_a_file, count);

@@ -1,5 +1,5 @@
 // `lockstep doctor`: is this machine ready for a run? Reads what the kernel and the drivers say,
-// then starts ranks that compute and communicate for a moment (doctor_probe.cpp). With --run DIR:
+// then starts ranks that compute and communicate for a moment (doctor_gpu.cpp). With --run DIR:
 // where the time of a recorded run went, and what to change.
 
 #include <fmt/format.h>

@@ -105,7 +105,7 @@ Check check_disk(const Machine& machine);
 
 std::vector<Check> network_checks(const Machine& machine);
 
-// doctor_probe.cpp: starts ranks that compute, copy and reduce, and reports their findings.
+// doctor_gpu.cpp: starts ranks that compute, copy and reduce, and reports their findings.
 std::vector<Check> probe_checks(const Machine& machine);
 // Evaluates the ranks' files in `folder`; `problem` says why the probe has not finished, or is
 // empty, and `disturbance` describes other programs' use of the cores (lockstep/core/host.h).

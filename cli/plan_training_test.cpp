@@ -3,6 +3,7 @@
 
 #include "cli/plan.h"
 #include "lockstep/core/helpers_for_test.h"
+
 namespace lockstep::cli {
 namespace {
 

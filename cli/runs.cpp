@@ -1,6 +1,6 @@
-// The commands that show runs: the page of a recorded run, or of two, also after their end
-// (`lockstep dashboard` serves it, `lockstep report` writes it to a file); `lockstep monitor`: a run
-// in the terminal, from its dashboard or from its record, and without one the GPUs of the machine;
+// The commands that show runs. The page of a recorded run, or of two, also after their end:
+// `lockstep dashboard` serves it, `lockstep report` writes it to a file. `lockstep monitor`: a run
+// in the terminal, from its dashboard or from its record; without one the GPUs of the machine.
 // `lockstep ledger`: what the ranks did last, from the files that a failed or stalled run left.
 #include <fmt/format.h>
 #include <signal.h>
@@ -41,7 +41,7 @@ constexpr const char* kDashboardHelp =
     "a file.\n\n"
     "  --listen WHERE   a port, or a numeric address and a port (a free port of 127.0.0.1)\n";
 
-monitor::RunView read_all(const std::string& directory) {
+monitor::RunView whole_run(const std::string& directory) {
   return monitor::read_run_view(directory, monitor::Detail::kAll);
 }
 
@@ -60,14 +60,14 @@ class RecordSource {
 
   void read() {
     if (directories_.size() == 2) {
-      const monitor::RunView a = read_all(directories_[0]), b = read_all(directories_[1]);
+      const monitor::RunView a = whole_run(directories_[0]), b = whole_run(directories_[1]);
       over_ = !lasts(a) && !lasts(b);
       json_ = to_json(dashboard::comparison_state(a, b));
       return;
     }
     const monitor::RunView run = monitor::read_run_view(directories_[0]);
     over_ = !lasts(run);
-    json_ = over_ ? to_json(dashboard::report_state(read_all(directories_[0])))
+    json_ = over_ ? to_json(dashboard::report_state(whole_run(directories_[0])))
                   : monitor::snapshot_json(run);
   }
 
@@ -138,9 +138,9 @@ int report_command(const Args& args) {
   const bool two = runs.size() == 2;
   if (output.empty())
     output = two ? "comparison.html" : (std::filesystem::path(runs[0]) / "report.html").string();
-  const monitor::RunView first = read_all(runs[0]);
+  const monitor::RunView first = whole_run(runs[0]);
   const Node state =
-      two ? dashboard::comparison_state(first, read_all(runs[1])) : dashboard::report_state(first);
+      two ? dashboard::comparison_state(first, whole_run(runs[1])) : dashboard::report_state(first);
   write_file_atomically(output, dashboard::page_file(state));
   print_text("written to {}\n", output);
   return 0;

@@ -230,10 +230,6 @@ bool no_children_left() {
   return ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG | WNOWAIT) != 0 && errno == ECHILD;
 }
 
-bool can_see_processes() {
-  return ::access("/proc/self/stat", F_OK) == 0;
-}
-
 std::vector<pid_t> children_of(pid_t parent) {
   std::vector<pid_t> children;
   bool readable = true;
@@ -520,7 +516,7 @@ int exit_code_of(const siginfo_t& info, const std::set<pid_t>& before) {
   if (!left.empty())
     ending +=
         fmt::format(" {} of them cannot be killed (first: pid {}).", left.size(), left.front());
-  if (!can_see_processes())
+  if (::access("/proc/self/stat", F_OK) != 0)
     ending = "its ranks were killed too. Without /proc, what they had started is not found.";
   log::error("launch",
              "the supervising process was killed by {}. Somebody, perhaps the kernel's "

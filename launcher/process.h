@@ -88,9 +88,7 @@ Process start_process(const ProcessRequest& request);
 std::optional<std::string> find_program(const std::string& name,
                                         const std::optional<std::string>& path);
 
-// False without /proc, where the functions below find no process.
-bool can_see_processes();
-// Including zombies.
+// Including zombies; without /proc these functions find no process.
 std::vector<pid_t> children_of(pid_t parent);
 // All processes below `root`, parents before children, without the subtrees of `except`. Best
 // effort while they run.

@@ -26,7 +26,7 @@ constexpr std::size_t kTurnBytes = 1u << 20;
 constexpr std::size_t kCommandBytes = 4u << 10;  // added to each command's own size
 constexpr std::size_t kMaxUnsent = 1u << 20;
 constexpr int kMaxComplaints = 10;
-constexpr std::chrono::milliseconds kAcceptPause{200};
+constexpr std::chrono::milliseconds kListenPause{200};
 
 // Also releases the memory of a large command or reply.
 void remove_front(std::string& text, std::size_t bytes) {
@@ -143,7 +143,7 @@ void StoreServer::stop_listening() {
 // Without free descriptors, new connections wait in the kernel's queue.
 void StoreServer::listen_again_later() {
   for (const Fd& socket : port_.sockets()) loop_.forget(socket.get());
-  listen_timer_.start(kAcceptPause, [this] {
+  listen_timer_.start(kListenPause, [this] {
     if (listening_ && !loop_.watching(port_.sockets().front().get())) watch_sockets();
   });
 }

@@ -35,7 +35,7 @@ double seconds_of(milliseconds time) {
 
 }  // namespace
 
-// ---------------------------------------------------------------- the stop, and what is left behind
+// ---------------------------------------------------------------- the stop, and what is left
 
 void StopSequence::begin(milliseconds head_start, milliseconds grace) {
   if (stage_ != Stage::kIdle) return;

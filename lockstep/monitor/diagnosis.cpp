@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "lockstep/core/text.h"
-#include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor {
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "lockstep/monitor/diagnosis.h"
-#include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
 namespace {

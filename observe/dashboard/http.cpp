@@ -150,10 +150,7 @@ std::string read_token_file(const std::string& path) {
                      "the token file {} is not a file that its owner alone can read (mode {:o}). "
                      "Run: chmod 600 {}",
                      path, info.st_mode & 07777, path);
-  const std::string text = read_file(path, 4096);
-  const auto first = text.find_first_not_of(" \t\r\n");
-  const auto last = text.find_last_not_of(" \t\r\n");
-  const std::string token = first == text.npos ? "" : text.substr(first, last - first + 1);
+  const std::string token = trim(read_file(path, 4096));
   const bool plain = std::ranges::all_of(token, [](unsigned char c) {
     return c < 128 && (std::isalnum(c) != 0 || c == '-' || c == '_' || c == '.');
   });
@@ -227,12 +224,8 @@ DashboardUrl parse_dashboard_url(std::string_view text) {
   if (close == place.npos) refuse_url(text);
   const auto colon = place.find(':', close);
   url.host = place.starts_with('[') ? place.substr(1, close - 1) : place.substr(0, colon);
-  if (colon != place.npos) {
-    const std::string_view port = place.substr(colon + 1);
-    const auto [stop, error] = std::from_chars(port.data(), port.data() + port.size(), url.port);
-    if (error != std::errc() || stop != port.data() + port.size()) refuse_url(text);
-  }
-  if (url.host.empty() || url.port < 1 || url.port > 65535) refuse_url(text);
+  if (colon != place.npos) url.port = port_of(place.substr(colon + 1)).value_or(0);
+  if (url.host.empty() || url.port < 1) refuse_url(text);
   if (const auto at = rest.find("token="); at != rest.npos) {
     const std::string_view token = rest.substr(at + 6);
     url.token = token.substr(0, token.find_first_of("&#"));

@@ -7,7 +7,6 @@
 #include <charconv>
 #include <exception>
 #include <numeric>
-#include <sstream>
 #include <system_error>
 #include <utility>
 
@@ -15,12 +14,15 @@
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/fd.h"
+#include "lockstep/core/text.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/file.h"
 
 namespace lockstep::dashboard {
 
 namespace {
+
+namespace fs = std::filesystem;
 
 // The totals of the interval in which the ledger was opened: what came before was the start.
 // Where more was counted than there was time, it ran before anybody looked, and only later
@@ -133,8 +135,7 @@ std::vector<std::size_t> visible_gpus(const std::vector<monitor::GpuIdentity>& g
     std::iota(visible.begin(), visible.end(), 0);
     return visible;
   }
-  std::istringstream words(*variable);
-  for (std::string word; std::getline(words, word, ',');) {
+  for (std::string word : split(*variable, ',')) {
     std::erase_if(word, [](char c) { return c == ' ' || c == '\t'; });
     const auto place = place_of(gpus, word);
     if (!place) break;
@@ -172,12 +173,6 @@ monitor::HostGpus host_gpus(int host, const std::vector<monitor::GpuIdentity>& g
 }
 
 // ---------------------------------------------------------------- RecordWriter
-
-namespace {
-
-namespace fs = std::filesystem;
-
-}  // namespace
 
 RecordWriter::RecordWriter(const std::string& directory, int host)
     : folder_(directory + "/" + monitor::kRecordFolder), host_(host), files_(folder_) {

@@ -6,7 +6,6 @@
 #include <limits>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <vector>
 
 #include "lockstep/core/error.h"
@@ -213,8 +212,7 @@ class View {
     if (!stall_seconds(snapshot_) && run_state(snapshot_) != "failed") return;
     const Node& text = snapshot_.get("stall_table").get("text");
     if (text.text.empty()) return;
-    std::istringstream lines(text.text);
-    for (std::string each; std::getline(lines, each);) line(printable(each));
+    for (const std::string& each : lines_of(text.text)) line(printable(each));
     line("");
   }
 
