@@ -133,7 +133,7 @@ class Test:
         self.build("alone-build")
         program = self.temp / "alone-build/own"
         for output in (run(program, env=self.environment), self.two_ranks(program)):
-            losses = [float(x) for x in re.findall(r"step +\d+: loss (\d+\.\d+)", output)]
+            losses = [float(x) for x in re.findall(r"epoch \d+: loss (\d+\.\d+)", output)]
             expect(len(losses) == 5 and losses[-1] < losses[0] - 0.1, f"no training:\n{output}")
         libraries = run("ldd", program)
         expect("libtorch_cpu" in libraries and "libtorch_cuda" not in libraries,

@@ -1,7 +1,8 @@
 """Documents match the code: programs compile, paths exist, variables and seed rows are listed.
 
     python3 tests/style/docs_test.py              what can be read
-    python3 tests/style/docs_test.py --run        the README's commands marked `sh run`, executed
+    python3 tests/style/docs_test.py --run        commands marked `sh run` are executed, and the
+                                                  tests of the README's claims are quick tests
     python3 tests/style/docs_test.py --self-test  every rule reports what breaks it
 
 A fenced block that opens with ```sh run is executed from the project's root; `build/` in it stands
@@ -200,6 +201,18 @@ def check(root):
     return found
 
 
+def missing_claims(root, build):
+    """The tests that CONTRIBUTING.md names for claims of the README and that are not quick."""
+    table = re.search(r"^\| claim of the README .*?\n\n", tree.read(root, "CONTRIBUTING.md"),
+                      re.DOTALL | re.MULTILINE).group(0)
+    named = [name for row in table.splitlines()[2:-1]
+             for name in re.findall(r"`(\w+)`", row.split("|")[2])]
+    tests = "".join(path.read_text() for path in build.rglob("CTestTestfile.cmake"))
+    quick = set(re.findall(r'^set_tests_properties\(\W*(\w+).*LABELS "[^"]*\bquick\b', tests,
+                           re.MULTILINE))
+    return [name for name in named if not {name, f"{name}_quick"} & quick]
+
+
 def run_commands(root):
     build = pathlib.Path(os.environ.get("LOCKSTEP_BIN") or pathlib.Path(root) / "build/bin").parent
     ran, failed = 0, 0
@@ -216,6 +229,9 @@ def run_commands(root):
                 if done.returncode:
                     failed += 1
                     print(f"{path}:{line}: ended with {done.returncode}: {command}")
+    for name in missing_claims(root, build):
+        failed += 1
+        print(f"CONTRIBUTING.md: claim: {name} is not a quick test")
     print(f"docs: {ran} commands run, {failed} failed")
     return 1 if failed or not ran else 0
 
