@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,10 +27,11 @@ using optim::TensorDict;
 struct Member {
   ShardedParameter* p = nullptr;
   std::size_t group = 0;
-  int owner = -1;         // steps it whole; -1: every rank steps its rows
-  at::Tensor whole{};     // on its owner; has bytes in a step alone
-  std::size_t index = 0;  // among the model's parameters
-  at::Tensor averaged{};  // rows of a gradient that every rank has in shared memory
+  int owner = -1;                   // steps it whole; -1: every rank steps its rows
+  at::Tensor whole{};               // on its owner; has bytes in a step alone
+  std::size_t index = 0;            // among the model's parameters
+  at::Tensor averaged{};            // rows of a gradient that every rank has in shared memory
+  std::optional<double> squares{};  // their sum, where averaging has given it
 };
 
 class FullyShardOptimizer final : public optim::Optimizer {
@@ -75,29 +77,33 @@ class FullyShardOptimizer final : public optim::Optimizer {
   optim::SplitGradients split_;                // what the next step averages itself
 };
 
-// For half types, sums in float are rounded once.
-void average_into(const at::Tensor& out, const optim::SplitGradient& split) {
-  if (out.numel() == 0) return;
-  const at::ScalarType type = out.scalar_type();
-  const auto by_kernel = [&]<typename T>(T) {
-    const optim::detail::Sources<T> sources(split.sources);
-    const std::int64_t count = out.numel();
-    T* const to = out.mutable_data_ptr<T>();
-    optim::detail::share_out(kernels::norm_blocks(count), kernels::kNormBlock,
-                             [&](std::int64_t first, std::int64_t last) {
-                               std::vector<double> squares(static_cast<std::size_t>(last - first));
-                               const std::int64_t begin = first * kernels::kNormBlock;
-                               const std::int64_t end = std::min(last * kernels::kNormBlock, count);
-                               const optim::detail::Sources<T> here = sources.after(begin);
-                               kernels::reduce_with_norms(here.gradient(split), to + begin,
-                                                          end - begin, squares.data());
-                             });
-  };
-  if (type == at::kFloat) return by_kernel(float{});
-  if (type == at::kDouble) return by_kernel(double{});
+// Returns the sum of the average's squares. An undefined `out` is not written.
+template <typename T>
+double average_by_kernel(const at::Tensor& out, const optim::SplitGradient& split) {
+  const optim::detail::Sources<T> sources(split.sources);
+  const std::int64_t count = split.sources[0].numel();
+  const std::int64_t blocks = kernels::norm_blocks(count);
+  std::vector<double> sums(static_cast<std::size_t>(blocks));
+  T* const to = out.defined() ? out.mutable_data_ptr<T>() : nullptr;
+  optim::detail::share_out(blocks, kernels::kNormBlock, [&](std::int64_t first, std::int64_t last) {
+    const std::int64_t begin = first * kernels::kNormBlock;
+    const std::int64_t end = std::min(last * kernels::kNormBlock, count);
+    const optim::detail::Sources<T> here = sources.after(begin);
+    kernels::reduce_with_norms(here.gradient(split), to == nullptr ? to : to + begin, end - begin,
+                               sums.data() + first);
+  });
+  return kernels::add_blocks(sums.data(), blocks);
+}
+
+// For half types, sums in float are rounded once, and their squares are not known.
+std::optional<double> average_into(const at::Tensor& out, const optim::SplitGradient& split) {
+  const at::ScalarType type = split.sources[0].scalar_type();
+  if (type == at::kFloat) return average_by_kernel<float>(out, split);
+  if (type == at::kDouble) return average_by_kernel<double>(out, split);
   at::Tensor sum = split.sources[0].to(at::kFloat, false, /*copy=*/true);
   for (std::size_t i = 1; i < split.sources.size(); ++i) sum.add_(split.sources[i]);
   at::Tensor(out).view({-1}).copy_(sum.div_(split.divisor));
+  return std::nullopt;
 }
 
 // ---------------------------------------------------------------- parameters and their owners
@@ -217,17 +223,23 @@ bool FullyShardOptimizer::has_kernel(const Member& m) const {
 }
 
 // Every rank's gradients are averaged where they lie: by the kernel of the step, in the same pass,
-// or first, where the norm of the average must be known before.
+// or first, where the norm of the average must be known before. Writing the average and reading it
+// back is three passes over memory (a line is read before it is written); summing again in the step
+// is as many as there are ranks, and pays up to two.
 void FullyShardOptimizer::take_shared(SharedGradients& gradients, bool in_one_pass) {
+  constexpr int kSummedTwice = 2;
   split_.by_parameter.clear();
   const std::vector<bool> used = gradients.exchange();
-  const auto ranks = static_cast<double>(shard().size());
+  const int ranks = shard().size();
   for (Member& m : members_) {
     ShardedParameter& p = *m.p;
+    m.squares.reset();
     if (!used[m.index] || !p.tensor.requires_grad()) continue;
     const std::int64_t count = p.rows->values.numel();
-    const optim::SplitGradient split{gradients.parts(m.index, p.rows->begin, count), ranks};
-    if (in_one_pass && count > 0 && has_kernel(m)) {
+    const optim::SplitGradient split{gradients.parts(m.index, p.rows->begin, count),
+                                     static_cast<double>(ranks)};
+    if ((in_one_pass || ranks <= kSummedTwice) && count > 0 && has_kernel(m)) {
+      if (!in_one_pass) m.squares = average_into({}, split);
       const at::Tensor& mine = split.sources[static_cast<std::size_t>(shard().rank())];
       p.shard.mutable_grad() = alias_of(mine, 0, p.shard.sizes());
       split_.by_parameter.emplace(p.shard.unsafeGetTensorImpl(), split);
@@ -235,7 +247,7 @@ void FullyShardOptimizer::take_shared(SharedGradients& gradients, bool in_one_pa
     }
     if (!m.averaged.defined())
       m.averaged = at::empty(p.shard.sizes(), p.shard.options().requires_grad(false));
-    average_into(m.averaged, split);
+    m.squares = average_into(m.averaged, split);
     p.shard.mutable_grad() = m.averaged;
   }
 }
@@ -248,14 +260,21 @@ at::Tensor FullyShardOptimizer::norm() const {
                                  ? c10::Device(c10::kCPU)
                                  : members_[0].p->tensor.device();
   at::Tensor squares = at::zeros({1}, at::dtype(at::kDouble).device(device));
+  double by_blocks = 0;
   for (const Member& m : members_) {
     if (m.p->holders[0] != line().rank()) continue;
     if (m.p->sliced == nullptr && model_->tensor().rank() > 0) continue;
     const at::Tensor& grad = m.p->shard.grad();
     if (!grad.defined() || grad.numel() == 0) continue;
-    squares +=
-        at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble).square().to(device);
+    const bool has_blocks =
+        grad.is_contiguous() && optim::detail::has_kernel(grad.scalar_type(), grad.device());
+    if (m.squares || has_blocks)
+      by_blocks += m.squares ? *m.squares : *average_into({}, {.sources = {grad}});
+    else
+      squares +=
+          at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble).square().to(device);
   }
+  squares += by_blocks;
   for (World* const ranks : {&shard(), &line(), &model_->tensor()})
     if (ranks->size() > 1) ranks->all_reduce(squares).wait();
   return squares.sqrt().reshape({});
@@ -266,9 +285,12 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
     if (m.p->absent) continue;
     at::Tensor grad = m.p->shard.grad();
     if (!grad.defined()) continue;
-    if (m.averaged.defined() && has_kernel(m))  // the kernel of the step multiplies
-      split_.by_parameter[m.p->shard.unsafeGetTensorImpl()] = {.sources = {m.averaged},
-                                                               .scale = factor.item<double>()};
+    // The kernel of the step multiplies what ranks share.
+    at::TensorImpl* const stepped = m.p->shard.unsafeGetTensorImpl();
+    if (const auto found = split_.by_parameter.find(stepped); found != split_.by_parameter.end())
+      found->second.scale = factor.item<double>();
+    else if (grad.is_same(m.averaged) && has_kernel(m))
+      split_.by_parameter[stepped] = {.sources = {grad}, .scale = factor.item<double>()};
     else
       grad.mul_(factor.to(grad.device(), grad.scalar_type()));
   }
