@@ -119,15 +119,6 @@ at::Tensor norm_of(const Groups& groups, const ClipOptions& options, const char*
 
 }  // namespace
 
-std::optional<double> detail::square_sum(const at::Tensor& gradient) {
-  if (!has_kernel(gradient.scalar_type(), gradient.device())) return std::nullopt;
-  const std::int64_t blocks = kernels::norm_blocks(gradient.numel());
-  std::vector<double> sums(static_cast<std::size_t>(blocks));
-  gradient.scalar_type() == at::kDouble ? add_blocks_of<double>(gradient, sums.data())
-                                        : add_blocks_of<float>(gradient, sums.data());
-  return kernels::add_blocks(sums.data(), blocks);
-}
-
 at::Tensor grad_norm(const std::vector<at::Tensor>& params, const ClipOptions& options) {
   const torch::NoGradGuard no_grad;
   const auto gradients = list_of(params, "grad_norm");

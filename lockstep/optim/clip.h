@@ -16,7 +16,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <vector>
 
 namespace lockstep::optim {
@@ -40,10 +39,5 @@ at::Tensor grad_norm(const std::vector<at::Tensor>& params, const ClipOptions& o
 
 // Bounds every element of every gradient to [-clip_value, clip_value].
 void clip_grad_value_(const std::vector<at::Tensor>& params, double clip_value);
-
-namespace detail {
-// The square sum of one gradient by blocks, for float and double on the CPU.
-std::optional<double> square_sum(const at::Tensor& gradient);
-}  // namespace detail
 
 }  // namespace lockstep::optim

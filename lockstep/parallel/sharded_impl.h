@@ -17,6 +17,7 @@
 #include "lockstep/parallel/reducer.h"
 #include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharding.h"
+#include "lockstep/parallel/step_agreement.h"
 
 namespace lockstep::parallel {
 
@@ -45,15 +46,6 @@ class ShardedImpl final : public ReduceStrategy {
   void check_written() const override;
 
  private:
-  // The settings of one step, equal on all ranks.
-  struct Settings {
-    double max_grad_norm = 0;
-    double loss_scale = 1;  // gradients are divided by it
-    bool want_grad_norm = false;
-    bool skip_non_finite = false;
-    double gradient_scale() const { return 1 / loss_scale; }
-    bool two_passes() const { return max_grad_norm > 0 || want_grad_norm || skip_non_finite; }
-  };
   // A parameter that is trained.
   struct Member {
     std::string name;
@@ -126,16 +118,10 @@ class ShardedImpl final : public ReduceStrategy {
   void synchronize_ranks();
   void check_gradients() const;
   Outcome take_step(const StepTurn& how);
-  template <typename Body>
-  void each_setting(const Body& body);
-  std::vector<double> settings();
   void share_settings(int root);
   void agree_on_gradients();
-  at::Tensor no_refusal() const;
   void announce(const std::exception_ptr& refusal);
   std::exception_ptr find_refusal() const;
-  std::string show_settings();
-  void refuse_difference(const Check& check, const std::string& text);
   void place_gradients(std::uint8_t* has_gradient);
 
   // Beside a step (sharded_impl.cpp).
@@ -166,7 +152,8 @@ class ShardedImpl final : public ReduceStrategy {
   World world_;
   optim::Optimizer& optimizer_;
   std::size_t listed_ = count_listed();
-  Settings settings_;
+  StepAgreement agreement_{world_, optimizer_, kComponent};
+  StepSettings& settings_{agreement_.settings};
   std::vector<GradientBucket> buckets_;
   bool shared_ = false;       // parameters and gradients lie in memory that all ranks map
   bool reduced_ = false;      // reduce_now() has averaged the gradients

@@ -26,30 +26,6 @@ bool is_shared(const std::vector<GradientBucket>& buckets) {
                      [](const GradientBucket& bucket) { return !bucket.parts.empty(); });
 }
 
-// Reads or sets a bool as a number.
-template <typename Body>
-void each_flag(std::string_view name, bool& flag, const Body& body) {
-  double number = flag ? 1 : 0;
-  body(name, number);
-  flag = number != 0;
-}
-
-// Why a setting most likely differs over ranks, and what to do.
-const char* advice_on(const std::string& setting) {
-  if (setting.starts_with("lr"))
-    return "Perhaps one of the two skipped a step() that the other took (a batch it skipped on "
-           "its "
-           "own), or its schedule counts its own batches. Call step() equally often on every rank "
-           "(skip_non_finite leaves one out on all), and let schedules count steps.";
-  if (setting.starts_with("loss_scale"))
-    return "Perhaps one rank changed its scale because of an inf or nan that it alone has seen. "
-           "Let step() update the GradScaler, or change it by what step() returns, which is the "
-           "same on every rank.";
-  return "Set it identically on every rank.";
-}
-
-constexpr std::size_t kHash = sizeof(std::uint64_t);
-
 }  // namespace
 
 ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, optim::Optimizer& optimizer)
@@ -79,35 +55,10 @@ ShardedImpl::ShardedImpl(std::shared_ptr<Reducer> reducer, optim::Optimizer& opt
 // The others would wait for a rank that could not continue. Nor would they ever see that each steps
 // its share with options of its own.
 void ShardedImpl::agree_on_making(const std::exception_ptr& refusal) {
-  std::string text = show_settings();
+  std::string members;
   for (const auto& member : members_)
-    text += fmt::format("{} in group {}\n", member.name, member.group);
-  refuse_difference({.component = kComponent, .what = "to make the optimizer", .refusal = refusal},
-                    text);
-}
-
-// A line for each setting; the kinds of options come before their numbers.
-std::string ShardedImpl::show_settings() {
-  std::string text = fmt::format("groups: {}\n", optimizer_.groups());
-  const auto of_group = [&](int group) {
-    return group < 0 || optimizer_.groups() == 1 ? "" : fmt::format(" of group {}", group);
-  };
-  for (std::size_t group = 0; group < optimizer_.groups(); ++group)
-    text += fmt::format("options of {}{}\n", optimizer_.options(group)->name(),
-                        of_group(static_cast<int>(group)));
-  each_setting([&](std::string_view name, int group, double& number) {
-    text += fmt::format("{}{} = {}\n", name, of_group(group), number);
-  });
-  return text;
-}
-
-void ShardedImpl::refuse_difference(const Check& check, const std::string& text) {
-  const auto other = find_other_line(world_, check, text);
-  if (!other) return;
-  throw UsageError(kComponent,
-                   "rank {} has '{}', but rank 0 has '{}'. Each rank steps its share of the "
-                   "elements with its own options, so they must be equal. {}",
-                   other->rank, other->here, other->first, advice_on(other->here));
+    members += fmt::format("{} in group {}\n", member.name, member.group);
+  agreement_.agree_on_making(refusal, members);
 }
 
 ShardedImpl::~ShardedImpl() {
@@ -293,17 +244,12 @@ void ShardedImpl::synchronize_ranks() {
 // ---------------------------------------------------------------- a step
 
 optim::StepResult ShardedImpl::step(const optim::StepOptions& wanted) {
-  optim::GradScaler* const scaler =
-      wanted.scaler != nullptr && wanted.scaler->enabled() ? wanted.scaler : nullptr;
   idle_ = false;
-  settings_ = {.max_grad_norm = wanted.max_grad_norm,
-               .loss_scale = scaler != nullptr ? scaler->get_scale() : 1,
-               .want_grad_norm = wanted.want_grad_norm,
-               .skip_non_finite = wanted.skip_non_finite || scaler != nullptr};
+  settings_ = StepSettings::of(wanted);
   const Outcome outcome = take_step(store_.begin_step(/*has_inputs=*/true));
-  if (scaler != nullptr) {
-    scaler->record_step(&optimizer_, outcome.skipped);
-    scaler->update();
+  if (wanted.scaler != nullptr && wanted.scaler->enabled()) {
+    wanted.scaler->record_step(&optimizer_, outcome.skipped);
+    wanted.scaler->update();
   }
   optim::StepResult result;
   if (settings_.max_grad_norm > 0 || settings_.want_grad_norm)
@@ -319,39 +265,11 @@ void ShardedImpl::idle_step() {
   take_step(store_.begin_step(/*has_inputs=*/false));
 }
 
-// Every setting, of the step (group -1) and of each group's options, in one order on all ranks.
-template <typename Body>
-void ShardedImpl::each_setting(const Body& body) {
-  const auto of_step = [&](std::string_view name, double& number) { body(name, -1, number); };
-  of_step("max_grad_norm", settings_.max_grad_norm);
-  of_step("loss_scale", settings_.loss_scale);
-  each_flag("want_grad_norm", settings_.want_grad_norm, of_step);
-  each_flag("skip_non_finite", settings_.skip_non_finite, of_step);
-  for (std::size_t group = 0; group < optimizer_.groups(); ++group) {
-    optimizer_.options(group)->each_option(optim::OptionVisitor([&](const optim::Option& option) {
-      body(option.name, static_cast<int>(group), option.value);
-    }));
-  }
-}
-
-// Their values, and after them the kinds of options.
-std::vector<double> ShardedImpl::settings() {
-  std::vector<double> numbers;
-  each_setting([&](std::string_view, int, double& number) { numbers.push_back(number); });
-  for (std::size_t group = 0; group < optimizer_.groups(); ++group) {
-    const std::string_view rule = optimizer_.options(group)->name();
-    numbers.push_back(static_cast<double>(fingerprint(rule.data(), rule.size())));
-  }
-  return numbers;
-}
-
 // A rank that has run out sets no learning rate any more, but its elements need the others'.
 void ShardedImpl::share_settings(int root) {
-  at::Tensor values = at::tensor(settings(), at::kDouble);
+  at::Tensor values = at::tensor(agreement_.numbers(), at::kDouble);
   world_.broadcast(values, root).wait();
-  if (!idle_) return;
-  const double* next = values.const_data_ptr<double>();
-  each_setting([&](std::string_view, int, double& number) { number = *next++; });
+  if (idle_) agreement_.take(values.const_data_ptr<double>());
 }
 
 ShardedImpl::Outcome ShardedImpl::take_step(const StepTurn& how) {
@@ -408,10 +326,8 @@ void ShardedImpl::check_gradients() const {
   }
 }
 
-// What one rank cannot do, none does: all learn of a refusal before anything is changed that a user
-// can see, and of an option that differs: each owner would step its elements by another one, and
-// since all ranks get the result, nothing would ever show it. The same exchange says which
-// parameters any rank has a gradient for.
+// Before anything is changed that a user can see. The same exchange says which parameters any rank
+// has a gradient for.
 void ShardedImpl::agree_on_gradients() {
   Check check{.component = kComponent, .what = "this step"};
   if (announced_) {
@@ -422,35 +338,11 @@ void ShardedImpl::agree_on_gradients() {
     refuse_with(check, std::move(announced.refusals));
   }
   check.refusal = find_refusal();
-  at::Tensor flags = no_refusal();
-  auto* const refused = flags.mutable_data_ptr<std::uint8_t>();
-  auto* const hashes = refused + 1;
-  auto* const has_gradient = hashes + 2 * kHash;
-  if (check.refusal) {
-    *refused = 1;
-  } else {
-    const std::vector<double> numbers = settings();
-    const std::uint64_t hash = fingerprint(numbers.data(), numbers.size() * sizeof(double));
-    for (std::size_t i = 0; i < kHash; ++i) {
-      hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
-      hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
-    }
-    place_gradients(has_gradient);
-  }
-  if (world_.size() > 1) {
-    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
-    world_.all_reduce(flags, ReduceOp::kMax).wait();
-  }
-  if (*refused != 0) refuse_together(world_, check);
-  // The greatest of the complements is the complement of the least.
-  for (std::size_t i = 0; i < kHash; ++i)
-    if (hashes[i] + hashes[kHash + i] != 255) refuse_difference(check, show_settings());
-  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = has_gradient[i] != 0;
-}
-
-// Refused; the bytes of the settings' hash; their complements; what has a gradient.
-at::Tensor ShardedImpl::no_refusal() const {
-  return at::zeros({static_cast<std::int64_t>(1 + 2 * kHash + members_.size())}, at::kByte);
+  at::Tensor flags = at::zeros({static_cast<std::int64_t>(members_.size())}, at::kByte);
+  if (!check.refusal) place_gradients(flags.mutable_data_ptr<std::uint8_t>());
+  flags = agreement_.exchange(check, flags);
+  const auto* const used = flags.const_data_ptr<std::uint8_t>();
+  for (std::size_t i = 0; i < members_.size(); ++i) members_[i].used = used[i] != 0;
 }
 
 // Takes this rank's part in the next agree_on_gradients() without waiting for the others: they come
@@ -458,8 +350,8 @@ at::Tensor ShardedImpl::no_refusal() const {
 // LOCKSTEP_DEBUG every exchange waits.
 void ShardedImpl::announce(const std::exception_ptr& refusal) {
   if (world_.size() == 1 || announced_ || debug_ || store_.joining()) return;
-  const at::Tensor flags = no_refusal();
-  *flags.mutable_data_ptr<std::uint8_t>() = 1;
+  const at::Tensor flags =
+      StepAgreement::refusal_message(static_cast<std::int64_t>(members_.size()));
   try {
     Work work = world_.all_reduce(flags, ReduceOp::kMax);
     announced_ = {.refusal = refusal, .work = work, .refusals = gather_refusals(world_, refusal)};

@@ -1,0 +1,73 @@
+// StepAgreement: what the ranks of a divided optimizer agree on before anything is changed. What
+// one refuses all refuse, and options differ nowhere: each rank steps its share by its own, and
+// since all get the result, nothing would ever show it.
+//
+//   StepAgreement agreement(world, optimizer, "fully_shard");
+//   agreement.settings = StepSettings::of(options);
+//   at::Tensor used = ...;     // kByte
+//   used = agreement.exchange({.component = ..., .what = "this step", .refusal = mine}, used);
+//
+// Internal. For the thread that trains; the optimizer outlives this.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/world.h"
+#include "lockstep/optim/optimizer.h"
+#include "lockstep/parallel/replicas.h"
+
+namespace lockstep::parallel {
+
+// The settings of one step, equal on all ranks.
+struct StepSettings {
+  double max_grad_norm = 0;
+  double loss_scale = 1;  // gradients are divided by it
+  bool want_grad_norm = false;
+  bool skip_non_finite = false;
+
+  static StepSettings of(const optim::StepOptions& options);
+  double gradient_scale() const { return 1 / loss_scale; }
+  bool two_passes() const { return max_grad_norm > 0 || want_grad_norm || skip_non_finite; }
+};
+
+class StepAgreement {
+ public:
+  // Options are those of the optimizer's groups.
+  StepAgreement(World world, optim::Optimizer& optimizer, std::string component)
+      : world_(std::move(world)), optimizer_(optimizer), component_(std::move(component)) {}
+
+  StepSettings settings;
+
+  // Every setting, of the step and of each group's options, in one order on all ranks, and after
+  // them the kinds of options.
+  std::vector<double> numbers();
+  void take(const double* numbers);
+  // For the making of the optimizer, with a line for each parameter. UsageError on every rank where
+  // one refuses, or where they differ. Collective.
+  void agree_on_making(const std::exception_ptr& refusal, const std::string& parameters);
+  // For a step: `flags` with each one's greatest value over ranks. Nobody waits for more than this
+  // one message where all agree. Otherwise UsageError on every rank. Collective.
+  at::Tensor exchange(const Check& check, const at::Tensor& flags);
+  // What a rank that refuses sends in exchange().
+  static at::Tensor refusal_message(std::int64_t flags);
+
+ private:
+  using Visit = std::function<void(std::string_view name, int group, double& number)>;
+  void each_setting(const Visit& visit);
+  std::string show();
+  void refuse_difference(const Check& check, const std::string& text);
+
+  World world_;
+  optim::Optimizer& optimizer_;
+  std::string component_;
+};
+
+}  // namespace lockstep::parallel
