@@ -4,13 +4,10 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/epoll.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -154,16 +151,6 @@ Process start(const std::string& script) {
   request.argv = {"sh", "-c", script};
   request.environment = plain_environment();
   return start_process(request);
-}
-
-TEST(Process, SaysHowItEnded) {
-  Process one = start("exit 7");
-  EXPECT_EQ(wait_for(one)->text(), "exited with code 7");
-  EXPECT_FALSE(one.alive());
-  Process two = start("kill -TERM $$");
-  const auto ending = wait_for(two);
-  EXPECT_EQ(ending->text(), "killed by SIGTERM");
-  EXPECT_EQ(ending->exit_code(), 143);
 }
 
 TEST(Process, LeadsASessionAndFeelsGroupSignals) {

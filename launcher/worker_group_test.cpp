@@ -108,22 +108,6 @@ TEST(RankLife, HasTheTransitionsOfItsHeader) {
   }
 }
 
-TEST(RankLife, RemembersWhyARankEnds) {
-  RankLife life;
-  EXPECT_FALSE(life.alive());
-  life.move(RankLife::kRunning);
-  EXPECT_TRUE(life.alive());
-  EXPECT_FALSE(life.was_told_to_end());
-  life.move(RankLife::kNotified);
-  EXPECT_TRUE(life.was_told_to_end());
-  life.move(RankLife::kSignalled);
-  life.move(RankLife::kEnded);
-  EXPECT_FALSE(life.alive());
-  EXPECT_TRUE(life.was(RankLife::kNotified));
-  EXPECT_TRUE(life.was(RankLife::kSignalled));
-  EXPECT_FALSE(life.was(RankLife::kFailed));
-}
-
 // ---------------------------------------------------------------- StopSequence
 
 class StopSequenceTest : public ::testing::Test {
@@ -233,11 +217,6 @@ class FirstCause : public ::testing::Test {
   std::vector<RankRecord> ranks_;
 };
 
-TEST_F(FirstCause, NobodyWhereAllIsWell) {
-  end(0, kOk, 10);
-  EXPECT_EQ(blamed(), -1);
-}
-
 TEST_F(FirstCause, TheEarliestOfThoseThatEndedByThemselves) {
   end(2, kError, 11);
   end(1, kError, 10);
@@ -309,19 +288,6 @@ TEST_F(FirstCause, AStopIsNotFailedByWhoWasKilledOrLostAPeer) {
   end(2, kKilled, 12);
   EXPECT_EQ(blamed_for_stop({SIGTERM}, true), -1);
   EXPECT_EQ(blamed_for_stop({SIGTERM}, false), 2);
-}
-
-TEST_F(FirstCause, TheOthersAreSortedByWhyTheyEnded) {
-  RankFailure failure = describe(end(0, kError, 10), {});
-  end(1, kOk, 5);
-  end(2, kError, 10.5);
-  move(3, RankLife::kNotified);
-  move(3, RankLife::kSignalled);
-  end(3, kObeyed, 11);
-  add_others(failure, ranks_);
-  EXPECT_THAT(failure.ended_before, ElementsAre(5));
-  EXPECT_THAT(failure.others, ElementsAre("rank 6 with exit code 3, 0.50 s later"));
-  EXPECT_THAT(failure.victims, ElementsAre("rank 7 killed by SIGTERM"));
 }
 
 // ---------------------------------------------------------------- the environment of a rank

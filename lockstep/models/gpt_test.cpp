@@ -29,26 +29,6 @@ const LlamaConfig kLlama{.vocab_size = 50,
                          .num_attention_heads = 4,
                          .num_key_value_heads = 2};
 
-TEST(Gpt, HasTheNamesOfGpt2) {
-  Gpt gpt{kSmall};
-  std::vector<std::string> names;
-  for (const auto& item : gpt->named_parameters()) {
-    if (item.key().find(".h.1.") == std::string::npos) names.push_back(item.key());
-  }
-  EXPECT_THAT(names, testing::UnorderedElementsAre(
-                         "transformer.wte.weight", "transformer.wpe.weight",
-                         "transformer.h.0.ln_1.weight", "transformer.h.0.ln_1.bias",
-                         "transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.bias",
-                         "transformer.h.0.attn.c_proj.weight", "transformer.h.0.attn.c_proj.bias",
-                         "transformer.h.0.ln_2.weight", "transformer.h.0.ln_2.bias",
-                         "transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias",
-                         "transformer.h.0.mlp.c_proj.weight", "transformer.h.0.mlp.c_proj.bias",
-                         "transformer.ln_f.weight", "transformer.ln_f.bias"));
-  const auto parameters = gpt->named_parameters();
-  EXPECT_EQ(parameters["transformer.h.0.attn.c_attn.weight"].sizes(), (at::IntArrayRef{16, 48}));
-  EXPECT_EQ(parameters["transformer.h.1.mlp.c_proj.weight"].sizes(), (at::IntArrayRef{64, 16}));
-}
-
 // What a module has, as shapes.h should have said it.
 std::vector<io::TensorShape> tensors_in(const torch::nn::Module& module) {
   std::vector<io::TensorShape> all;
@@ -128,23 +108,6 @@ TEST(Shapes, AreThoseOfResNets) {
   EXPECT_THAT(message_of([&] { net(torch::zeros({2, 1, 32, 32})); }), HasSubstr("[resnet] input"));
 }
 
-TEST(Gpt, HasTheSizeOfGpt2) {
-  Gpt gpt{GptConfig{}};
-  EXPECT_EQ(gpt->parameter_count(), 124'439'808);
-}
-
-TEST(Gpt, SeesOnlyThePast) {
-  torch::manual_seed(1);
-  Gpt gpt{kSmall};
-  const auto ids = torch::randint(50, {3, 12}, torch::kLong);
-  auto changed = ids.clone();
-  changed.select(1, 7).add_(1).remainder_(50);
-  const torch::NoGradGuard no_grad;
-  const auto difference = (gpt(ids) - gpt(changed)).abs().amax({0, 2});
-  EXPECT_EQ(difference.slice(0, 0, 7).max().item<float>(), 0);
-  EXPECT_GT(difference.slice(0, 7).min().item<float>(), 0);
-}
-
 TEST(Gpt, StartsWithoutAnOpinion) {
   torch::manual_seed(2);
   Gpt gpt{
@@ -154,23 +117,6 @@ TEST(Gpt, StartsWithoutAnOpinion) {
   const auto logits = gpt(ids);
   EXPECT_EQ(logits.sizes(), (at::IntArrayRef{8, 32, 1000}));
   EXPECT_NEAR(next_token_loss(logits, targets).item<double>(), std::log(1000), 0.1);
-}
-
-TEST(Gpt, LearnsASequence) {
-  torch::manual_seed(3);
-  Gpt gpt{kSmall};
-  torch::optim::SGD optimizer(gpt->parameters(), 0.5);
-  const auto text = torch::arange(13).remainder(5).unsqueeze(0);
-  const auto ids = text.slice(1, 0, 12), targets = text.slice(1, 1, 13).contiguous();
-  double last = 0;
-  for (int step = 0; step < 60; ++step) {
-    optimizer.zero_grad();
-    auto loss = next_token_loss(gpt(ids), targets);
-    loss.backward();
-    optimizer.step();
-    last = loss.item<double>();
-  }
-  EXPECT_LT(last, 0.5);  // ln 50 = 3.9 at the start
 }
 
 TEST(CausalLm, DropsInTrainingAlone) {
@@ -295,17 +241,6 @@ TEST(Generate, DrawsAmongTheLikeliest) {
   // top_p is a share of what top_k has left.
   EXPECT_EQ(drawn({.top_k = 4, .top_p = 0.6}), likeliest(3));
   EXPECT_GT(drawn({.top_k = 50}).size(), 30u);
-}
-
-// So large that no token comes twice, whatever the sign of its logit.
-TEST(Generate, PenalizesWhatIsThere) {
-  torch::manual_seed(12);
-  const CausalLmPtr model = make_causal_lm({.model = kLlama});
-  const std::vector<std::int64_t> ids{3, 1, 4};
-  const auto made = generate(*model, ids, {.max_new_tokens = 20, .repetition_penalty = 1e6});
-  std::set<std::int64_t> all(ids.begin(), ids.end());
-  all.insert(made.begin(), made.end());
-  EXPECT_EQ(all.size(), 23u);
 }
 
 TEST(Gpt, RefusesWhatDoesNotFit) {

@@ -1,6 +1,7 @@
 """TensorBoard's own reader on our event files. Without the package
 (requirements-oracles.txt) the test is skipped."""
 
+import math
 import tempfile
 import unittest
 
@@ -20,11 +21,14 @@ class Oracle(unittest.TestCase):
             path = outcome.stdout.strip()
             events = list(event_file_loader.EventFileLoader(path).Load())
             self.assertEqual(events[0].file_version, "brain.Event:2")
-            self.assertEqual([e.step for e in events[1:]], list(range(100)))
+            self.assertEqual([e.step for e in events[1:]], [*range(100), 10**12])
             self.assertEqual(events[7].wall_time, 1006.0)
+            self.assertGreater(events[101].wall_time, 1.6e9)  # now
             reader = event_accumulator.EventAccumulator(directory)
             reader.Reload()
-            self.assertEqual(sorted(reader.Tags()["scalars"]), ["train/loss", "train/lr"])
+            eta = "train/\u03b7"
+            self.assertEqual(sorted(reader.Tags()["scalars"]), ["train/loss", "train/lr", eta])
+            self.assertEqual([e.value for e in reader.Scalars(eta)], [math.inf])
             losses = [(e.step, e.value) for e in reader.Scalars("train/loss")]
             self.assertEqual([step for step, _ in losses], list(range(100)))
             self.assertAlmostEqual(losses[3][1], 0.25, places=7)
@@ -35,7 +39,7 @@ class Oracle(unittest.TestCase):
             with open(path, "r+b") as file:
                 file.truncate(file.seek(0, 2) - 3)
             events = list(event_file_loader.EventFileLoader(path).Load())
-            self.assertEqual(len(events), 100)
+            self.assertEqual(len(events), 101)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 //   io_peer rewrite IN OUT           a safetensors file, read and written again
 //   io_peer judge                    paths on stdin: "ok" or the refusal, a line each
 //   io_peer events DIR
-//   io_peer checksum FILE
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <iostream>
@@ -18,7 +18,6 @@
 #include "lockstep/core/error.h"
 #include "lockstep/io/directory.h"
 #include "lockstep/io/event_file.h"
-#include "lockstep/io/file.h"
 #include "lockstep/io/safetensors.h"
 
 namespace {
@@ -106,6 +105,7 @@ void write_events(const std::string& directory) {
   for (int step = 0; step < 100; ++step)
     events.scalars(step, {{"train/loss", 1.0f / static_cast<float>(step + 1)}, {"train/lr", 0.5f}},
                    1000.0 + step);
+  events.scalars(1'000'000'000'000, {{"train/\u03b7", INFINITY}});
   events.flush();
   fmt::print("{}\n", events.path());
 }
@@ -126,8 +126,6 @@ int run(const std::vector<std::string>& args) {
     judge();
   else if (is("events", 1))
     write_events(args[1]);
-  else if (is("checksum", 1))
-    fmt::print("{}\n", digest_file(args[1]).sha256);
   else
     return 64;
   return 0;

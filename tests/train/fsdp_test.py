@@ -13,23 +13,12 @@ WHOLE_VECTORS = CONFIG.replace("hidden: 32", "hidden: 64").replace(
     "features: 12, classes: 5", "features: 64, classes: 64")
 NO_CLIPPING = ("--max_grad_norm", "0")
 EXACT = (*NO_CLIPPING, "--gradient_accumulation_steps", "1", "--num_train_epochs", "2")
-GPT = """
-model: {name: gpt, n_layer: 3, n_head: 2, n_embd: 64, n_positions: 16, vocab_size: 257}
-data: {name: bytes, path: TEXT, eval_bytes: 400}
-max_seq_len: 16
-max_steps: 12
-per_device_train_batch_size: 4
-learning_rate: 1.0e-3
-logging_steps: 1
-eval_strategy: steps
-eval_steps: 6
-save_steps: 6
-disable_tqdm: true
-use_cpu: true
-"""
+GPT = "{name: gpt, n_layer: 3, n_head: 2, n_embd: 64, n_positions: 16, vocab_size: 257%s}"
 
 
 class Fsdp(TrainCase):
+    keys = {"max_steps": 12, "eval_steps": 6, "save_steps": 6}  # of the language model
+
     def test_has_the_bits_of_data_parallelism(self):
         self.config.write_text(WHOLE_VECTORS)
         plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *EXACT)
@@ -71,15 +60,9 @@ class Fsdp(TrainCase):
                 ends.append(rest)
             self.assert_close(*ends, 1e-4)
 
-    def write_gpt(self):
-        text = self.place / "text"
-        text.mkdir()
-        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
-        self.config.write_text(GPT.replace("TEXT", str(text)))
-
     # Casts of gathered weights are those of whole ones, also where a block runs again.
     def test_in_8_bits_it_has_the_bits_of_data_parallelism(self):
-        self.write_gpt()
+        self.use_model(GPT % "")
         for recipe in ("tensorwise", "rowwise"):
             flags = ("--mixed_precision", "fp8", "--fp8", f"{{recipe: {recipe}}}", *NO_CLIPPING)
             half, _ = self.run_with(2, f"bf16-{recipe}", "--bf16", "true", *NO_CLIPPING)
@@ -94,7 +77,7 @@ class Fsdp(TrainCase):
                 self.assert_same(self.newest(plain), self.newest(whole))
 
     def test_a_language_model_with_blocks(self):
-        self.write_gpt()
+        self.use_model(GPT % "")
         plain, _ = self.run_with(2, "ddp", "--shard_optimizer", "false", *NO_CLIPPING)
         whole, _ = self.run_with(2, "fsdp", "--fsdp", "full_shard auto_wrap", *NO_CLIPPING)
         self.assertEqual(losses(plain), losses(whole))
@@ -119,10 +102,9 @@ class Fsdp(TrainCase):
 
     # The base is frozen, so the first block has no input with a gradient.
     def test_adapters_and_bf16_and_the_best_model(self):
-        self.write_gpt()
+        self.use_model(GPT % "")
         base, _ = self.run_with(2, "base", *NO_CLIPPING)
-        self.config.write_text(self.config.read_text().replace(
-            "vocab_size: 257", f"vocab_size: 257, weights: {self.newest(base)}"))
+        self.use_model(GPT % f", weights: {self.newest(base)}")
         for half in ("true", "false"):  # with float weights the base is divided while it is made
             flags = ("--lora", "{r: 4, target_modules: [c_attn]}", "--bf16", half,
                      "--load_best_model_at_end", "true", *NO_CLIPPING)

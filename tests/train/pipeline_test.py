@@ -1,27 +1,11 @@
 """`pipeline_parallel_degree` under `lockstep train`: the bits of one process, checkpoints that
 continue with any number of stages or without, and copies of the stages."""
 
-import json
 import unittest
 
 from train_case import TrainCase, copy_until, losses
 
 STEP = 4  # of a checkpoint in the middle
-YAML = """
-model: MODEL
-data: {name: bytes, path: TEXT, eval_bytes: 400}
-max_seq_len: 16
-max_steps: 8
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 3
-learning_rate: 1.0e-3
-logging_steps: 1
-eval_strategy: steps
-eval_steps: 4
-save_steps: 4
-disable_tqdm: true
-use_cpu: true
-"""
 # Every sum has the order of one process, unless stages share a weight or a norm is clipped by.
 EXACT = ("--max_grad_norm", "0")
 TIED = "{name: gpt, n_layer: 4, n_head: 2, n_embd: 32, n_positions: 16, vocab_size: 257}"
@@ -36,21 +20,12 @@ def stages(degree, schedule="1F1B"):
 
 
 class Pipeline(TrainCase):
+    keys = {"max_steps": 8, "gradient_accumulation_steps": 3, "eval_steps": STEP,
+            "save_steps": STEP}
+
     def setUp(self):
         super().setUp()
-        text = self.place / "text"
-        text.mkdir()
-        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
-        (self.place / "config.json").write_text(json.dumps(UNTIED))
-        self.yaml = YAML.replace("TEXT", str(text))
-        self.use_model(f"{{config: {self.place / 'config.json'}}}")
-
-    def use_model(self, model):
-        self.config.write_text(self.yaml.replace("MODEL", model))
-
-    def eval_losses(self, output):
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-        return [entry["eval_loss"] for entry in map(json.loads, lines) if "eval_loss" in entry]
+        self.use_config(UNTIED)
 
     def assert_same_training(self, one, other):
         """Weights and optimizer, to the byte: other numbers of stages have other generators."""
@@ -61,8 +36,8 @@ class Pipeline(TrainCase):
             self.assertEqual((one / name).read_bytes(), (other / name).read_bytes(), name)
 
     def assert_equal_runs(self, one, other):
-        self.assertEqual(losses(one), losses(other))
-        self.assertEqual(self.eval_losses(one), self.eval_losses(other))
+        for name in ("loss", "eval_loss"):
+            self.assertEqual(losses(one, name), losses(other, name))
         self.assert_same_training(self.newest(one), self.newest(other))
 
     def test_has_the_bits_of_one_process(self):
@@ -110,7 +85,7 @@ class Pipeline(TrainCase):
     def test_dropout_is_resumed(self):
         config = {"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 3, "n_head": 2,
                   "n_positions": 16, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.0}
-        (self.place / "config.json").write_text(json.dumps(config))
+        self.use_config(config)
         whole, _ = self.run_with(2, "whole", *stages(2))
         rest = self.place / "rest"
         copy_until(whole, rest, STEP)

@@ -8,21 +8,6 @@ import unittest
 from train_case import TrainCase, copy_until, losses
 
 STEP = 4  # of a checkpoint in the middle
-YAML = """
-model: MODEL
-data: {name: bytes, path: TEXT, eval_bytes: 400}
-max_seq_len: 16
-max_steps: 8
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-learning_rate: 1.0e-3
-logging_steps: 1
-eval_strategy: steps
-eval_steps: 4
-save_steps: 4
-disable_tqdm: true
-use_cpu: true
-"""
 GPT = "{name: gpt, n_layer: 2, n_head: 4, n_embd: 32, n_positions: 16, vocab_size: 257}"
 LLAMA = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 46,
          "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -53,33 +38,15 @@ def shapes(folder, name="model.safetensors"):
 
 
 class Tensor(TrainCase):
+    keys = {"max_steps": 8, "gradient_accumulation_steps": 2, "eval_steps": STEP,
+            "save_steps": STEP}
+
     def setUp(self):
         super().setUp()
-        text = self.place / "text"
-        text.mkdir()
-        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
-        self.yaml = YAML.replace("TEXT", str(text))
         self.use_config(LLAMA)
 
-    def use_model(self, model):
-        self.config.write_text(self.yaml.replace("MODEL", model))
-
-    def use_config(self, config):
-        (self.place / "config.json").write_text(json.dumps(config))
-        self.use_model(f"{{config: {self.place / 'config.json'}}}")
-
-    def figures(self, output, name):
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-        return {entry["step"]: entry[name] for entry in map(json.loads, lines) if name in entry}
-
-    def assert_close(self, one, other, relative=CLOSE):
-        for name in ("loss", "grad_norm", "eval_loss"):
-            expected, found = self.figures(one, name), self.figures(other, name)
-            self.assertTrue(expected, name)
-            self.assertEqual(expected.keys(), found.keys(), name)
-            for step, value in expected.items():
-                self.assertAlmostEqual(value, found[step], delta=relative * value,
-                                       msg=f"{name} of step {step}")
+    def assert_close(self, one, other, relative=CLOSE, names=("loss", "grad_norm", "eval_loss")):
+        super().assert_close(one, other, relative, names)
 
     def test_has_the_losses_of_one_process(self):
         gloo = ("--ddp_backend", "gloo")
@@ -120,7 +87,7 @@ class Tensor(TrainCase):
                          "initializer_range": 0})
         run, _ = self.run_with(2, "run", *tensor(2), "--eval_on_start", "true", "--max_steps", "1",
                                "--eval_strategy", "no")
-        self.assertAlmostEqual(self.figures(run, "eval_loss")[0], math.log(257) + 0.5, places=4)
+        self.assertAlmostEqual(losses(run, "eval_loss")[0], math.log(257) + 0.5, places=4)
 
     def test_bf16(self):
         plain, _ = self.run_with(1, "one", "--bf16", "true")

@@ -36,6 +36,10 @@ dataloader_num_workers: 1
 disable_tqdm: true
 use_cpu: true
 """
+# Of a language model of bytes.
+TEXT_KEYS = {"max_seq_len": 16, "per_device_train_batch_size": 4, "learning_rate": "1.0e-3",
+             "logging_steps": 1, "eval_strategy": "steps", "disable_tqdm": "true",
+             "use_cpu": "true"}
 
 
 def environment(**more):
@@ -59,12 +63,27 @@ def finished(args, limit_s=BOUND_S, cwd=None, **variables):
 
 
 class TrainCase(unittest.TestCase):
+    keys = {}  # of use_model()'s training file, beside TEXT_KEYS
+
     def setUp(self):
         directory = tempfile.TemporaryDirectory(prefix="lockstep-train-")
         self.addCleanup(directory.cleanup)
         self.place = pathlib.Path(directory.name)
         self.config = self.place / "train.yaml"
         self.config.write_text(CONFIG)
+
+    def use_model(self, model):
+        """The training file is for a language model of a short text's bytes."""
+        text = self.place / "text"
+        text.mkdir(exist_ok=True)
+        (text / "a.txt").write_text("to be or not to be, that is the question. " * 200)
+        keys = {"model": model, "data": f"{{name: bytes, path: {text}, eval_bytes: 400}}",
+                **TEXT_KEYS, **self.keys}
+        self.config.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+
+    def use_config(self, config):
+        (self.place / "config.json").write_text(json.dumps(config))
+        self.use_model(f"{{config: {self.place / 'config.json'}}}")
 
     def train(self, ranks, output, *flags, code=0, **variables):
         done = finished(command(ranks, self.config, output, *flags), **variables)
@@ -138,12 +157,15 @@ class TrainCase(unittest.TestCase):
     def newest(self, output):
         return output / f"checkpoint-{checkpoints(output)[-1]}"
 
-    def assert_close(self, one, other, relative):
-        """The losses of two runs."""
-        self.assertEqual(losses(one).keys(), losses(other).keys())
-        for step, loss in losses(one).items():
-            self.assertAlmostEqual(loss, losses(other)[step], delta=relative * loss,
-                                   msg=f"step {step}")
+    def assert_close(self, one, other, relative, names=("loss",)):
+        """The losses, or other figures, of two runs."""
+        for name in names:
+            expected, found = losses(one, name), losses(other, name)
+            self.assertTrue(expected, name)
+            self.assertEqual(expected.keys(), found.keys(), name)
+            for step, value in expected.items():
+                self.assertAlmostEqual(value, found[step], delta=relative * value,
+                                       msg=f"{name} of step {step}")
 
     def assert_same(self, one, other):
         """Weights, buffers, optimizer and generators of two checkpoints, to the bit, and how far
@@ -158,11 +180,11 @@ def checkpoints(output):
     return sorted(found)
 
 
-def losses(output):
-    """Loss by step, of the lines of metrics.jsonl that have one."""
+def losses(output, name="loss"):
+    """Loss, or another figure, by step, of the lines of metrics.jsonl that have one."""
     lines = (pathlib.Path(output) / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
-    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    return {entry["step"]: entry[name] for entry in entries if name in entry}
 
 
 def steps_done(output):
