@@ -22,7 +22,6 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/log.h"
-#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/parallelism.h"
