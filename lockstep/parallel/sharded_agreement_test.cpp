@@ -18,7 +18,6 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
 namespace {
