@@ -14,8 +14,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "lockstep/comm/types.h"
@@ -75,3 +77,69 @@ class Backend {
 };
 
 }  // namespace lockstep::detail
+
+// The backends. Each is made by all ranks at once, which find each other through the store.
+
+// TCP between CPUs, on any number of hosts. Always built.
+namespace lockstep::detail::gloo {
+
+struct Options {
+  c10::intrusive_ptr<c10d::Store> store = {};
+  int rank = 0;
+  int size = 1;
+  std::string address = "127.0.0.1";  // this host's, as others reach it
+  std::chrono::milliseconds startup_timeout{std::chrono::seconds(300)};
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};
+};
+
+// Connects all ranks with each other, and blocks until they are. GLOO_SOCKET_IFNAME, where set,
+// names the interfaces instead of Options::address.
+std::unique_ptr<Backend> make(const Options& options);
+
+}  // namespace lockstep::detail::gloo
+
+// The ranks of one host through memory that all of them map. Always built. A thin adaptor: tensors
+// become pointers, and the thread that waits for a Work carries it out. The engine below
+// (shm/engine.h) knows nothing of torch.
+namespace lockstep::detail::shm {
+
+struct Options {
+  c10::intrusive_ptr<c10d::Store> store = {};
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds startup_timeout{std::chrono::seconds(300)};
+};
+
+struct BackendResult {
+  std::unique_ptr<Backend> backend;  // null: the same on every rank
+  std::string unavailable_reason;    // a sentence: the ranks cannot share memory
+};
+
+// Blocks until all ranks have connected or the start-up timeout has passed.
+BackendResult make(const Options& options);
+
+}  // namespace lockstep::detail::shm
+
+// CUDA tensors between GPUs. Compiled when the build has CUDA; otherwise nccl/unavailable.cpp
+// stands in. Neither links CUDA; only the plug-in (nccl/plugin.h) does.
+namespace lockstep::detail::nccl {
+
+struct Options {
+  c10::intrusive_ptr<c10d::Store> store = {};
+  int rank = 0;
+  int size = 1;
+  c10::Device device{c10::kCUDA, 0};
+  // Set only where ranks share GPUs: the host id to report to NCCL for this rank.
+  std::string shared_host_id = {};
+};
+
+// Whether this build has the plug-in.
+bool built();
+// Opens the plug-in once; throws UsageError naming the file and what the loader said.
+void load();
+// Makes `device` the calling thread's current one.
+void set_device(c10::Device device);
+// Creates the communicator at once, so that the store is not needed afterwards.
+std::unique_ptr<Backend> make(const Options& options);
+
+}  // namespace lockstep::detail::nccl

@@ -25,4 +25,13 @@ World connect(c10::intrusive_ptr<c10d::Store> store, Identity identity,
 // Does nothing in a world of one.
 void report_startup_failure(const std::string& why) noexcept;
 
+namespace detail {
+
+// The store that the launcher serves, reached over the channel that every rank inherits
+// (rendezvous/store_client.h), without a TCP port. Every call has a deadline: the store's timeout;
+// zero means none, as in c10d. `channel_fd` stays open as long as the process. Throws CommError
+// when the launcher is gone.
+c10::intrusive_ptr<c10d::Store> open_launcher_store(int channel_fd);
+
+}  // namespace detail
 }  // namespace lockstep

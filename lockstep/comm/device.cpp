@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/nccl/nccl.h"
+#include "lockstep/comm/backend.h"
 #include "lockstep/core/device_rule.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"

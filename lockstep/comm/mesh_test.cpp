@@ -12,7 +12,6 @@
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -15,7 +15,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
-#include "lockstep/comm/shm/shm.h"
+#include "lockstep/comm/backend.h"
 #include "lockstep/comm/work_state.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/deadline.h"

@@ -12,13 +12,13 @@
 #include <cstdio>
 #include <thread>
 
+#include "lockstep/comm/backend.h"
 #include "lockstep/comm/device.h"
-#include "lockstep/comm/nccl/nccl.h"
 #include "lockstep/comm/numbers.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
-#include "lockstep/testing/processes.h"
+#include "lockstep/testing/worlds.h"
 
 namespace lockstep {
 namespace {

@@ -4,7 +4,7 @@
 //   const FamilyConfig model{LlamaConfig{.hidden_size = 256, .intermediate_size = 688}};
 //   model.spec().block.attention.heads;
 //
-// A family is a function in families/ and a line in known_families(): docs/extending.md.
+// A family is a function in families.cpp and a line in known_families(): docs/extending.md.
 // Values and functions without state; call from any thread.
 #pragma once
 

@@ -7,7 +7,6 @@
 
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
-#include "lockstep/nn/products.h"
 
 namespace lockstep::nn {
 namespace {

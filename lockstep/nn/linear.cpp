@@ -14,7 +14,6 @@
 #include "lockstep/nn/fp8.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/on_cuda.h"
-#include "lockstep/nn/products.h"
 
 namespace lockstep::nn {
 namespace {

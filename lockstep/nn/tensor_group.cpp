@@ -5,7 +5,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/on_cuda.h"
-#include "lockstep/nn/products.h"
 
 namespace lockstep::nn {
 namespace {

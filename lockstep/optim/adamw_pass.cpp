@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
-#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/optim/rule_state.h"
 

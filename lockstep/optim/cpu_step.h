@@ -18,13 +18,52 @@
 #include <array>
 #include <cstdint>
 #include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/rule.h"
-#include "lockstep/optim/split_gradient.h"
 
-namespace lockstep::optim::detail {
+namespace lockstep::optim {
+
+// A gradient that is still divided over buffers of ranks, for steps that average it in the same
+// pass: the sum of `sources`, in their order, divided by `divisor` and multiplied by `scale`. The
+// sources are contiguous, of one type and size.
+struct SplitGradient {
+  std::vector<at::Tensor> sources;
+  double divisor = 1;
+  double scale = 1;
+};
+struct SplitGradients {
+  std::unordered_map<const at::TensorImpl*, SplitGradient> by_parameter;  // that is stepped
+  const SplitGradient* find(const at::Tensor& parameter) const {
+    const auto found = by_parameter.find(parameter.unsafeGetTensorImpl());
+    return found != by_parameter.end() ? &found->second : nullptr;
+  }
+};
+
+namespace detail {
+
+// Pointers of one type to every source.
+template <typename T>
+struct Sources {
+  explicit Sources(const std::vector<at::Tensor>& tensors) {
+    for (const auto& tensor : tensors) pointers.push_back(tensor.template const_data_ptr<T>());
+  }
+  Sources after(std::int64_t elements) const {
+    Sources rest = *this;
+    for (const T*& pointer : rest.pointers) pointer += elements;
+    return rest;
+  }
+  // Valid as long as this is.
+  kernels::Gradient<T> gradient(const SplitGradient& how) const {
+    return {.sources = pointers.data(),
+            .count = static_cast<int>(pointers.size()),
+            .divisor = static_cast<T>(how.divisor),
+            .scale = static_cast<T>(how.scale)};
+  }
+  std::vector<const T*> pointers;
+};
 
 inline bool has_kernel(c10::ScalarType dtype, c10::Device device) {
   return device.is_cpu() && (dtype == at::kFloat || dtype == at::kDouble);
@@ -77,4 +116,5 @@ bool covered(const SpanKernels& kernels, const at::Tensor& param, const at::Tens
 // Changes the parameters and their state, all of one dtype.
 void step_on_cpu(const std::vector<CpuItem>& items, const SpanKernels& kernels);
 
-}  // namespace lockstep::optim::detail
+}  // namespace detail
+}  // namespace lockstep::optim

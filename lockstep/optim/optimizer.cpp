@@ -15,7 +15,6 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
-#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/table.h"
 #include "lockstep/optim/adamw_pass.h"
 #include "lockstep/optim/clip.h"

@@ -43,7 +43,7 @@
 namespace lockstep::optim {
 
 class AdamWPass;
-struct SplitGradients;  // split_gradient.h
+struct SplitGradients;  // cpu_step.h
 using TensorDict = std::map<std::string, at::Tensor>;
 // As module->named_parameters().pairs() gives them. The first name of a tensor counts.
 using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;

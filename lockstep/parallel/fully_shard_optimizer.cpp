@@ -15,7 +15,6 @@
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
-#include "lockstep/optim/split_gradient.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/sharding.h"
 #include "lockstep/parallel/step_agreement.h"

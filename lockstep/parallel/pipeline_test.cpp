@@ -35,7 +35,6 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/language_model_for_test.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -32,7 +32,6 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/sharding.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep::parallel {

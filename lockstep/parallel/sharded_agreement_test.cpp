@@ -22,7 +22,6 @@
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/sharded_for_test.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 
 namespace {

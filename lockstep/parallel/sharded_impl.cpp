@@ -16,7 +16,6 @@
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/rule_state.h"
-#include "lockstep/optim/split_gradient.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep::parallel {

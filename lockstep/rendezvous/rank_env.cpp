@@ -25,7 +25,7 @@
 #include "lockstep/core/host.h"
 #include "lockstep/core/log.h"
 #include "lockstep/core/thread_signals.h"
-#include "lockstep/rendezvous/key_value_store.h"
+#include "lockstep/rendezvous/startup.h"
 #include "lockstep/rendezvous/store_client.h"
 
 namespace lockstep {

@@ -29,7 +29,6 @@
 #include "lockstep/parallel/counting_allocator_for_test.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/parallelize.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/async_saver.h"
 #include "lockstep/train/disk_for_test.h"

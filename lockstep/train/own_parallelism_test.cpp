@@ -18,7 +18,6 @@
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/testing/naive_shard.h"
-#include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/checkpoint.h"
 #include "lockstep/train/trainer.h"

@@ -13,10 +13,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <random>
-#include <string>
-#include <string_view>
-#include <vector>
+#include <cstdio>
+#include <cstdlib>
 
 // Returns 0. Aborts when the parser did something that it must not do.
 int fuzz_one(const std::uint8_t* data, std::size_t size);
@@ -30,32 +28,10 @@ int fuzz_one(const std::uint8_t* data, std::size_t size);
 namespace lockstep::fuzz {
 
 // Aborts with the sentence when it does not hold.
-void require(bool holds, const char* what);
-
-// Tokens of a libFuzzer dictionary: one quoted text a line, with \\, \" and \xAB; # comments.
-std::vector<std::string> parse_dictionary(std::string_view text);
-
-// Makes inputs from inputs. One thread; the same seed and calls give the same inputs.
-class Mutator {
- public:
-  Mutator(std::uint64_t seed, std::size_t max_bytes, std::vector<std::string> dictionary);
-
-  // Some changes to one of `pool`, which is not empty: bits, bytes, numbers, pieces cut, doubled,
-  // moved in from another, tokens of the dictionary.
-  std::string next(const std::vector<std::string>& pool);
-
- private:
-  std::size_t below(std::size_t count);
-  void change_byte(std::string& text);
-  void change_number(std::string& text);
-  void cut(std::string& text);
-  void copy_piece(std::string& text, const std::string& from);
-  void put_token(std::string& text);
-  void change(std::string& text, const std::vector<std::string>& pool);
-
-  std::mt19937_64 random_;
-  std::size_t max_bytes_;
-  std::vector<std::string> dictionary_;
-};
+inline void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "fuzz: %s\n", what);
+  std::abort();
+}
 
 }  // namespace lockstep::fuzz

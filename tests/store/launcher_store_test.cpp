@@ -15,7 +15,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "launcher/store_server.h"
-#include "lockstep/comm/c10d_store.h"
+#include "lockstep/comm/connect.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep {

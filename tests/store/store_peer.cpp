@@ -21,7 +21,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/comm/c10d_store.h"
+#include "lockstep/comm/connect.h"
 #include "lockstep/rendezvous/control.h"
 #include "lockstep/rendezvous/rank_env.h"
 #include "lockstep/run.h"

@@ -161,14 +161,10 @@ def check_own_include(path, place, line, target):
         yield Violation(path, line, "layer", f"train includes {target}; of parallel it may include "
                                              f"{', '.join(sorted(SEEN_BY_TRAIN))}")
         return
-    if target_backend and target_backend != backend:
-        # Code that chooses a backend sees only its one small header (available, make).
-        name = pathlib.PurePosixPath(target).name
-        chooser = layer == "comm" and not backend and path.endswith(".cpp")
-        if not (chooser and name == f"{target_backend}.h") and layer != TESTING:
-            yield Violation(path, line, "backend",
-                            f"{target} is private to its backend; only comm/*.cpp include "
-                            f"{target_backend}/{target_backend}.h")
+    if target_backend and target_backend != backend and layer != TESTING:
+        yield Violation(path, line, "backend",
+                        f"{target} is private to its backend; comm/backend.h declares what others "
+                        "may call")
 
 
 def check_foreign_include(path, place, line, target):
@@ -215,8 +211,7 @@ def check_python(path, text):
             if delimiter != '"':
                 yield Violation(path, line, "spelling", f'write "{target}" with quotes')
             if not target.startswith(("lockstep/core/", "lockstep/rendezvous/", "lockstep/memory/",
-                                      "lockstep/comm/shm/", "python/csrc/")) or \
-                    target == "lockstep/comm/shm/shm.h":
+                                      "lockstep/comm/shm/", "python/csrc/")):
                 yield Violation(path, line, "layer", f"{path} includes {target}; it may include "
                                                      "core, rendezvous, memory and the engine")
         elif delimiter == '"':
@@ -305,7 +300,7 @@ def self_test():
 
     planted = {
         None: [
-            one("lockstep/comm/world.cpp", '"lockstep/core/error.h"', '"lockstep/comm/gloo/gloo.h"',
+            one("lockstep/comm/world.cpp", '"lockstep/core/error.h"', '"lockstep/comm/backend.h"',
                 "<ATen/core/Tensor.h>", "<torch/csrc/distributed/c10d/Backend.hpp>", "<vector>"),
             one("lockstep/comm/gloo/gloo.cpp", '"lockstep/comm/world.h"', "<fmt/format.h>",
                 "<torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>"),
@@ -338,13 +333,12 @@ def self_test():
             one("lockstep/comm/a.cpp", '"lockstep/testing/world.h"'),
             one("launcher/a_test.cpp", '"lockstep/comm/world.h"'),
             one("python/csrc/a.cpp", '"lockstep/comm/world.h"'),
-            one("python/csrc/a.cpp", '"lockstep/comm/shm/shm.h"'),
         ],
         "backend": [
-            one("lockstep/comm/world.h", '"lockstep/comm/gloo/gloo.h"'),
+            one("lockstep/comm/world.h", '"lockstep/comm/gloo/socket.h"'),
             one("lockstep/comm/world.cpp", '"lockstep/comm/gloo/socket.h"'),
-            one("lockstep/comm/nccl/a.cpp", '"lockstep/comm/gloo/gloo.h"'),
-            one("lockstep/parallel/a.cpp", '"lockstep/comm/nccl/nccl.h"'),
+            one("lockstep/comm/nccl/a.cpp", '"lockstep/comm/gloo/socket.h"'),
+            one("lockstep/parallel/a.cpp", '"lockstep/comm/nccl/plugin.h"'),
         ],
         "foreign": [
             one("lockstep/core/a.cpp", "<ATen/core/Tensor.h>"),

@@ -1,5 +1,3 @@
-#include "lockstep/comm/gloo/gloo.h"
-
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
@@ -10,7 +8,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <utility>
 
-#include "lockstep/comm/c10d_calls.h"
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/c10d.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/text.h"
 

@@ -1,5 +1,3 @@
-#include "lockstep/comm/nccl/nccl.h"
-
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -15,7 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/c10d_calls.h"
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/c10d.h"
 #include "lockstep/comm/nccl/plugin.h"
 #include "lockstep/core/env.h"
 

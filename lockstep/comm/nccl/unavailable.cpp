@@ -1,4 +1,4 @@
-#include "lockstep/comm/nccl/nccl.h"
+#include "lockstep/comm/backend.h"
 
 namespace lockstep::detail::nccl {
 

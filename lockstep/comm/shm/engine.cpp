@@ -7,7 +7,6 @@
 
 #include "lockstep/comm/shm/collectives.h"
 #include "lockstep/comm/shm/engine_core.h"
-#include "lockstep/comm/shm/layout.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/error.h"
 

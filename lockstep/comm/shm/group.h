@@ -22,8 +22,8 @@
 #include <string_view>
 #include <vector>
 
-#include "lockstep/comm/shm/layout.h"
 #include "lockstep/comm/shm/peers.h"
+#include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/error.h"
 
 namespace lockstep::shm {

@@ -14,7 +14,7 @@
 
 #include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/comm/shm/group.h"
-#include "lockstep/comm/shm/layout.h"
+#include "lockstep/comm/shm/segment.h"
 
 namespace lockstep::shm {
 

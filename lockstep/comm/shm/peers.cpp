@@ -15,7 +15,6 @@
 #include <optional>
 #include <thread>
 
-#include "lockstep/comm/shm/layout.h"
 #include "lockstep/comm/shm/segment.h"
 #include "lockstep/core/env.h"
 #include "lockstep/core/error.h"

@@ -27,7 +27,7 @@
 #include "lockstep/comm/shm/engine_types.h"
 #include "lockstep/core/deadline.h"
 #include "lockstep/core/fd.h"
-#include "lockstep/rendezvous/key_value_store.h"
+#include "lockstep/rendezvous/startup.h"
 
 namespace lockstep::shm {
 

@@ -1,5 +1,3 @@
-#include "lockstep/comm/shm/shm.h"
-
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Storage.h>
 #include <c10/util/SmallVector.h>
@@ -7,7 +5,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/comm/c10d_store.h"
+#include "lockstep/comm/backend.h"
+#include "lockstep/comm/c10d.h"
 #include "lockstep/comm/shm/engine.h"
 #include "lockstep/comm/shm/tensor_types.h"
 #include "lockstep/core/error.h"

@@ -1,4 +1,3 @@
-#include "lockstep/kernels/cuda/graph.h"
 
 #include <atomic>
 #include <mutex>

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 
-#include "lockstep/kernels/cuda/graph.h"
 #include "lockstep/kernels/cuda/launch.h"
 #include "lockstep/kernels/cuda/table.h"
 

@@ -1,17 +1,21 @@
-// Code shared by the backends that wrap c10d's process groups, gloo and nccl.
+// c10d's stores and process groups as the rendezvous and World want them.
 //
-//   class GlooBackend : public C10dBackend { ... };
+//   detail::C10dStore store(tcp_store);            // for the rendezvous
+//   class GlooBackend : public C10dBackend { ... };  // as nccl's; both wrap a process group
 //
 // c10d wants lists of one tensor and a struct of options; it starts an operation and does not wait.
 #pragma once
 
 #include <cstddef>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/backend.h"
 #include "lockstep/comm/types.h"
+#include "lockstep/core/error.h"
+#include "lockstep/rendezvous/startup.h"
 
 namespace lockstep::detail::c10d_calls {
 
@@ -35,6 +39,27 @@ inline C10dWork all_reduce(c10d::Backend& group, at::Tensor tensor, ReduceOp op)
 }  // namespace lockstep::detail::c10d_calls
 
 namespace lockstep::detail {
+
+class C10dStore : public CountingStore {
+ public:
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  std::string get(const std::string& key, const Deadline& deadline) override {
+    if (poll_until([&] { return check(key); }, deadline)) return store_->get_to_str(key);
+    throw TimeoutError("shm",
+                       fmt::format("'{}' was not reported within {} ms. A rank has probably ended "
+                                   "during start-up; look at its output.",
+                                   key, deadline.total().count()));
+  }
+  std::int64_t add(const std::string& key, std::int64_t amount) override {
+    return store_->add(key, amount);
+  }
+  bool check(const std::string& key) override { return store_->check({key}); }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+};
 
 class C10dBackend : public Backend {
  public:
