@@ -686,8 +686,7 @@ TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
   disk().slow_for = "/model.safetensors";
   const auto start = std::chrono::steady_clock::now();
   {
-    train::AsyncSaver saver(
-        {.output_dir = dir.path(), .stall_limit = std::chrono::seconds(3)});
+    train::AsyncSaver saver({.output_dir = dir.path(), .stall_limit = std::chrono::seconds(3)});
     saver.begin(contents_of(net));
     EXPECT_THAT(io::message_of<Error>([&] { saver.wait(); }),
                 AllOf(HasSubstr("[checkpoint] " + (dir / "checkpoint-5") +
