@@ -41,6 +41,7 @@ TEST(ReadingProgress, ThenReportsPeriodicallyAndAtTheEnd) {
   progress(60, 100);
   now += std::chrono::seconds(1);
   progress(100, 100);
+  progress(100, 100);
   EXPECT_EQ(output.text(),
             "reading a.json: 20 % after 2 s\n"
             "reading a.json: 60 % after 12 s\n"

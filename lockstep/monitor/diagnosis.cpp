@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/core/text.h"
+#include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor {
 

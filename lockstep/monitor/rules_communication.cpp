@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lockstep/monitor/diagnosis.h"
+#include "lockstep/monitor/rules.h"
 
 namespace lockstep::monitor::detail {
 namespace {
