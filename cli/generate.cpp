@@ -56,7 +56,7 @@ constexpr const char* kGenerateHelp =
     "--ids 1,2,3          token ids to continue; the new ids are printed, separated by spaces\n"
     "--max_new_tokens N   (default 100, or as many as a GPT has positions left)\n"
     "--temperature T      0 (the default) takes the likeliest token; above, tokens are drawn\n"
-    "--top_k K            among so many of the likeliest tokens (default 0: all)\n"
+    "--top_k K            among this many of the likeliest tokens (default 0: all)\n"
     "--top_p P            among the likeliest tokens with this probability together (default 1)\n"
     "--repetition_penalty R   above 1: tokens that are there already are less likely (default 1)\n"
     "                     The model's generation_config.json has other defaults for these five\n"

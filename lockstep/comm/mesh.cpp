@@ -34,7 +34,7 @@ std::string text_of(const std::vector<MeshAxis>& axes) {
 // Fills in the size -1. Throws UsageError where the axes do not divide a world of `ranks`.
 std::vector<MeshAxis> complete(std::vector<MeshAxis> axes, int ranks) {
   if (axes.empty())
-    throw UsageError(kMesh, "there are no axes. Name one at least: {{{{\"data\", -1}}}}.");
+    throw UsageError(kMesh, "there are no axes. Name at least one: {{{{\"data\", -1}}}}.");
   std::array<bool, kAxes.size()> seen{};
   MeshAxis* open = nullptr;
   std::int64_t product = 1;

@@ -146,7 +146,7 @@ class Record {
     item.instruction = std::move(prompt_.text);
     item.output = std::move(completion_.text);
     if (prompt_.chat && (prompt_.messages.empty() || completion_.messages.empty()))
-      json.fail("prompt and completion must have a message at least");
+      json.fail("prompt and completion must each have at least one message");
     item.given = prompt_.messages.size();
     item.messages = std::move(prompt_.messages);
     for (ChatMessage& message : completion_.messages) item.messages.push_back(std::move(message));

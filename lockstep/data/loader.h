@@ -43,7 +43,7 @@ struct LoaderOptions {
   std::uint64_t seed = 0;   // equal on all ranks
   int num_workers = 0;      // threads; 0 loads in the caller's
   int prefetch_factor = 2;  // batches ahead per worker
-  bool pin_memory = false;  // before the copy to a GPU; without one nothing happens
+  bool pin_memory = false;  // for copies to a GPU; no effect without one
   bool persistent_workers = false;                              // threads live on between epochs
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};  // for one batch
   Collate collate{};                                            // default: the dataset's own
@@ -54,10 +54,10 @@ struct LoaderOptions {
 
 // The seconds that one batch took. `wait` is the time that the training loop lost.
 struct BatchTiming {
-  double load = 0;      // get() of all samples; with get_batch() collate is in it
+  double load = 0;      // get() of all samples; includes collate with get_batch()
   double collate = 0;   // the worker's, as load and copy are
   double copy = 0;      // pinning, and handing over to the device's copy engine
-  double transfer = 0;  // the copy engine's own time; 0 on the CPU, and when it was not yet done
+  double transfer = 0;  // the copy engine's own time; 0 on the CPU, and until it is known
   double wait = 0;      // the caller's, until it had the batch
 };
 struct LoaderTiming {

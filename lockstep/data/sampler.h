@@ -25,7 +25,7 @@ struct SamplerState {
   std::int64_t epoch = 0;
   std::int64_t cursor = 0;  // samples of this epoch's order that were used, over all ranks
   std::uint64_t seed = 0;
-  std::int64_t size = 0;   // size of the order; 0 in a state that nobody has filled in: not checked
+  std::int64_t size = 0;   // size of the order; 0: not known, not checked
   std::int64_t order = 0;  // order_checksum() of the epoch's order; 0: not known, not checked
 
   bool operator==(const SamplerState&) const = default;

@@ -147,8 +147,7 @@ std::vector<Document> list_documents(const TokenizeOptions& options) {
     documents.push_back({.path = path, .bytes = bytes, .tokens = bytes, .source = path});
   }
   if (documents.empty())
-    throw UsageError("tokenize", "no text: {} files were found, and none has a byte in it.{}",
-                     paths.size(),
+    throw UsageError("tokenize", "no text: {} files were found, and all are empty.{}", paths.size(),
                      options.suffixes.empty() ? "" : " Look at the suffixes that were asked for.");
   return documents;
 }

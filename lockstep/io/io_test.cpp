@@ -339,7 +339,7 @@ TEST(SafetensorsSet, RefusesAnIndexThatDoesNotFit) {
             "(nothing thrown)");
   EXPECT_EQ(refused(R"({"weight_map":{"a":"a.safetensors"}})"), "(nothing thrown)");
   EXPECT_THAT(refused("{}"), AllOf(HasSubstr("it has no weight_map"), HasSubstr("index.json")));
-  EXPECT_THAT(refused("{"), HasSubstr("not what it should be at byte 1"));
+  EXPECT_THAT(refused("{"), HasSubstr("not valid at byte 1"));
   EXPECT_THAT(refused(R"({"weight_map":{},"weight_map":{}})"),
               HasSubstr("weight_map appears twice"));
   EXPECT_THAT(refused(R"({"weight_map":{"a":"a.safetensors","a":"a.safetensors"}})"),

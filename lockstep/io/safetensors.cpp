@@ -263,8 +263,8 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> contents, std::st
   try {
     HeaderParser(text, file).parse(header);
   } catch (const JsonError& e) {
-    damaged(file, fmt::format("its header is not what it should be at byte {}: {}",
-                              kLengthBytes + e.offset(), e.what()));
+    damaged(file, fmt::format("its header is not valid at byte {}: {}", kLengthBytes + e.offset(),
+                              e.what()));
   }
   std::ranges::sort(header.tensors, {}, [](const TensorEntry& entry) {
     return std::tie(entry.begin, entry.end, entry.name);
@@ -408,8 +408,7 @@ WeightMap parse_index(const std::string& text, const std::string& index) {
     }
     json.end();
   } catch (const JsonError& e) {
-    bad_index(index,
-              fmt::format("it is not what it should be at byte {}: {}", e.offset(), e.what()));
+    bad_index(index, fmt::format("it is not valid at byte {}: {}", e.offset(), e.what()));
   }
   if (!found) bad_index(index, "it has no weight_map");
   return map;

@@ -37,8 +37,7 @@ constexpr std::pair<at::ScalarType, DType> kTypes[] = {
 DType dtype_of(at::ScalarType type) {
   for (const auto& [torch, ours] : kTypes)
     if (torch == type) return ours;
-  throw UsageError("safetensors",
-                   "tensors of type {} have no place in the format. Convert them first.",
+  throw UsageError("safetensors", "safetensors has no type for {} tensors. Convert them first.",
                    c10::toString(type));
 }
 

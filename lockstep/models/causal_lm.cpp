@@ -104,10 +104,11 @@ std::vector<nn::Sliced::Cut> CausalLm::cuts(int ranks) const {
   std::vector<Cut> cuts;
   for (const auto& item : named_parameters()) {
     if (!known.contains(item.key()))
-      throw UsageError(kWho,
-                       "parameter '{}' is not the model's own, so that nothing says how it would "
-                       "be divided. Train without it, or with fsdp or a pipeline.",
-                       item.key());
+      throw UsageError(
+          kWho,
+          "parameter '{}' was added to the model, so it is not known how to divide it. Train "
+          "without it, or with fsdp or a pipeline.",
+          item.key());
     if (const auto cut = by_name.find(item.key()); cut != by_name.end())
       cuts.push_back({item.value(), cut->second.dimension, cut->second.parts});
   }
@@ -309,7 +310,7 @@ void check_generate(const CausalLm& model, const std::vector<std::int64_t>& ids,
                     const GenerateOptions& o) {
   const std::int64_t size = model.config().vocab_size();
   if (ids.empty())
-    throw UsageError("generate", "there is no token to continue. Give one at least.");
+    throw UsageError("generate", "there is no token to continue. Give at least one.");
   for (const std::int64_t id : ids)
     if (id < 0 || id >= size)
       throw UsageError("generate", "the token {} is outside of the vocabulary of {}.", id, size);

@@ -144,8 +144,8 @@ at::Tensor next_token_loss(const at::Tensor& logits, const at::Tensor& targets);
 struct GenerateOptions {
   std::int64_t max_new_tokens = 20;
   double temperature = 0;
-  std::int64_t top_k = 0;  // samples among so many of the likeliest tokens; 0: among all
-  double top_p = 1;        // samples among the likeliest tokens that have this share together
+  std::int64_t top_k = 0;  // samples among this many of the likeliest tokens; 0: all
+  double top_p = 1;        // samples among the likeliest tokens whose probabilities sum to it
   // Divides the positive logits of tokens already in the text, and multiplies negative ones.
   double repetition_penalty = 1;
   std::uint64_t seed = 0;           // the same seed gives the same tokens

@@ -57,7 +57,7 @@ std::vector<Rule> rules_of(const Entry& entry, const std::string& device) {
   if (!first || !last) return {{key, device}};
   constexpr std::int64_t kMost = 100'000;
   if (*last < *first || *last > kMost)
-    throw UsageError("config", "{}: device_map: '{}' is no range. Write the first and the last.",
+    throw UsageError("config", "{}: device_map: '{}' is not a range. Write the first and the last.",
                      entry.location.text(), key);
   std::vector<Rule> rules;
   for (std::int64_t i = *first; i <= *last; ++i)
@@ -179,7 +179,7 @@ DeviceMap read_device_map(const Node& node, const CausalLmConfig& config,
 DeviceMap balanced_device_map(const CausalLmConfig& config,
                               const std::vector<std::string>& devices) {
   if (devices.empty())
-    throw UsageError("models", "a device map over no device. Name one at least.");
+    throw UsageError("models", "a device map names no device. Name at least one.");
   const std::vector<io::TensorShape> tensors = tensors_of(config);
   const std::vector<std::string> names = part_names(config.spec());
   std::vector<std::uint64_t> bytes;

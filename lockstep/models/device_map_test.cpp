@@ -99,7 +99,7 @@ TEST(DeviceMap, BalancesBytes) {
     }
   }
   EXPECT_THAT(message_of([] { balanced_device_map({.model = kGpt}, {}); }),
-              HasSubstr("over no device"));
+              HasSubstr("names no device"));
 }
 
 TEST(DeviceMap, RefusesWhatIsNone) {
@@ -112,7 +112,7 @@ TEST(DeviceMap, RefusesWhatIsNone) {
   EXPECT_THAT(refused("m: {'': 0, model.layers.2-4: 1}", {.model = kPlacedLlama}),
               HasSubstr("no part 'model.layers.4'"));
   EXPECT_THAT(refused("m: {'': 0, model.layers.3-2: 1}", {.model = kPlacedLlama}),
-              HasSubstr("'model.layers.3-2' is no range"));
+              HasSubstr("'model.layers.3-2' is not a range"));
   EXPECT_THAT(
       refused("m: {'': 0, model.layers.2: 0, model.layers.1-2: 1}", {.model = kPlacedLlama}),
       HasSubstr("device_map names model.layers.2 twice"));

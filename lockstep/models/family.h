@@ -31,10 +31,10 @@ struct Option {
   OptionValue fallback;
   double least = 0;  // of numbers
   double most = kMost;
-  std::optional<OptionValue> null{};     // what null says and is written for; default: the fallback
+  std::optional<OptionValue> null{};     // the value that null stands for; default: the fallback
   std::optional<OptionValue> refused{};  // a value that the models here do not compute
   std::string_view remedy{};             // what the refusal says about it
-  std::string_view other_name{};         // where both are there, this one counts
+  std::string_view other_name{};         // an alias, which wins where both are there
 };
 
 // Values by key.

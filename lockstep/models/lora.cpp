@@ -46,7 +46,7 @@ void refuse_other_modules(torch::nn::Module& module, const LoraTargets& targets,
   for (const auto& item : module.named_modules("", /*include_self=*/false))
     if (item.value()->as<LinearImpl>() == nullptr && targets.matches(item.key()))
       throw UsageError("lora",
-                       "target_modules matches {}, which is no linear layer. Adapters for other "
+                       "target_modules matches {}, which is not a linear layer. Adapters for other "
                        "modules are not supported; name linear layers alone.",
                        item.key());
 }

@@ -262,7 +262,7 @@ TEST(Lora, SaysWhatItCannotDo) {
                     HasSubstr("transformer.h.*.attn.c_attn, transformer.h.*.attn.c_proj")));
   EXPECT_THAT(adding({}), HasSubstr("target_modules is not set"));
   EXPECT_THAT(adding({.target_modules = {"c_attn", "wte"}}),
-              HasSubstr("matches transformer.wte, which is no linear layer"));
+              HasSubstr("matches transformer.wte, which is not a linear layer"));
   EXPECT_THAT(adding({.target_modules = "(?P<x>c_attn)"}),
               HasSubstr("target_modules: '(?P<x>c_attn)' is not a regular expression"));
   EXPECT_THAT(adding({.r = 0, .target_modules = {"c_attn"}}), HasSubstr("r is 0"));

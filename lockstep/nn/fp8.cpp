@@ -183,13 +183,13 @@ Fp8Pair to_fp8(const std::vector<at::Tensor>& matrices, at::ScalarType type, Fp8
   const detail::NoAutocast no_autocast;
   if (type != at::kFloat8_e4m3fn && type != at::kFloat8_e5m2)
     throw UsageError("to_fp8",
-                     "{} is not a type of 8 bits that is supported. Use kFloat8_e4m3fn "
+                     "{} is not a supported 8-bit type. Use kFloat8_e4m3fn "
                      "or kFloat8_e5m2.",
                      c10::toString(type));
   for (const at::Tensor& matrix : matrices)
     detail::require(
         matrix.dim() == 2 && matrix.numel() > 0 && matrix.size(1) == matrices.front().size(1),
-        "to_fp8", "matrices of one width that are not empty are needed", matrices.front(), matrix);
+        "to_fp8", "matrices must be of one width and not empty", matrices.front(), matrix);
   const at::Tensor& first = matrices.front();
   detail::require(!amax.defined() || (amax.scalar_type() == at::kFloat && amax.numel() == 1 &&
                                       amax.device() == first.device()),

@@ -49,7 +49,7 @@ const at::Tensor& grad_of(const AdamWItem& item) {
   if (!grad.defined() || grad.scalar_type() != at::kFloat || !grad.is_contiguous() ||
       grad.sizes() != item.param.sizes() || grad.device() != item.param.device())
     throw UsageError(kAdamWPass,
-                     "a parameter of {} elements has no float gradient laid out as itself. Run "
+                     "a parameter of {} elements has no float gradient in its own layout. Run "
                      "backward before step(), and leave frozen parameters out.",
                      item.param.numel());
   return grad;

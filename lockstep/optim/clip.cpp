@@ -75,7 +75,7 @@ void add_blocks_of(const at::Tensor& grad, double* sums) {
 at::Tensor norm_by_blocks(const std::vector<at::Tensor>& gradients, const ClipOptions& options,
                           const char* who) {
   if (options.norm_type != 2)
-    throw UsageError(who, "by_blocks knows the norm of order 2, and norm_type is {}.",
+    throw UsageError(who, "by_blocks computes norms of order 2 alone, and norm_type is {}.",
                      options.norm_type);
   std::vector<double> sums;
   for (const auto& grad : gradients) {

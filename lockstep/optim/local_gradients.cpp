@@ -115,8 +115,8 @@ void GradientWatch::refuse_written(std::string_view who) const {
   throw UsageError(
       who,
       "the gradient of parameter '{}' was written after backward, past its version counter. It was "
-      "probably clipped by torch::nn::utils::clip_grad_norm_, whose norm is that of what this rank "
-      "has, a part or not averaged yet. Call zero_grad(), and clip in the step: "
+      "probably clipped by torch::nn::utils::clip_grad_norm_, which sees only this rank's "
+      "gradients: a part of them, or not averaged yet. Call zero_grad(), and clip in the step: "
       "step({{.max_grad_norm = 1}}) of ShardedOptimizer or of what make_optimizer() returns. "
       "Operations on .grad itself (mul_, clamp_) are allowed; its memory is read through "
       "const_data_ptr().",

@@ -108,8 +108,8 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
 void refuse_capture() {
   if (kernels::cuda::capturing())
     throw Error(kOptimizer,
-                "a parameter has no gradient that is laid out as itself, so that the step would "
-                "have a fixed learning rate");
+                "a parameter has no gradient in its own layout, so that the step would have a "
+                "fixed learning rate");
 }
 
 void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const UpdateRule& rule,
@@ -299,7 +299,7 @@ at::Tensor Optimizer::step(LossClosure closure) {
 void Optimizer::step_unless(const at::Tensor& found_inf) {
   if (!found_inf.defined() || found_inf.numel() != 1 || found_inf.scalar_type() != at::kFloat)
     throw UsageError(who(),
-                     "step_unless() takes one float: 1 to leave the step out, 0 to take it. Pass "
+                     "step_unless() takes one float: 1 to skip the step, 0 to take it. Pass "
                      "what GradScaler::found_inf() gives.");
   if (!replicated_) {
     if (found_inf.item<float>() == 0) step();

@@ -191,7 +191,7 @@ TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
   EXPECT_EQ(clip_grad_norm_({trained(at::zeros({9}))}, 1.0, {.by_blocks = true}).item<double>(), 0);
 
   EXPECT_THAT(message_of<UsageError>([&] { grad_norm({a}, {.norm_type = 1, .by_blocks = true}); }),
-              HasSubstr("by_blocks knows the norm of order 2, and norm_type is 1"));
+              HasSubstr("by_blocks computes norms of order 2 alone, and norm_type is 1"));
   auto half = trained(at::zeros({2}, at::kHalf));
   set_grad(half, 1);
   EXPECT_THAT(message_of<UsageError>([&] { clip_grad_norm_({half}, 1, {.by_blocks = true}); }),

@@ -509,7 +509,7 @@ TEST(TensorParallel, RefusesModelsThatItCannotDivide) {
       R"({"model_type": "gpt2", "vocab_size": 3, "n_embd": 8, "n_layer": 1, "n_head": 4})", "n");
   expect_refused(4, "leave some of 4 ranks without a slice",
                  [&](World& world) { TensorParallel(*make(narrow), tensor_mesh(world)); });
-  expect_refused(2, "'probe.weight' is not the model's own", [](World& world) {
+  expect_refused(2, "'probe.weight' was added to the model", [](World& world) {
     const auto model = make(config_of("gpt2"));
     model->register_module("probe", torch::nn::Linear(2, 2));
     TensorParallel(*model, tensor_mesh(world));

@@ -55,7 +55,7 @@ struct CapturedStepOptions {
   // The parallelism of the wrapped model that the function trains. Without it, a model that is
   // wrapped, now or later, is refused: its graph would have no collectives, or stale ones.
   std::shared_ptr<Parallelism> parallelism{};
-  bool asked = true;  // false: that there are no graphs is information, not a warning
+  bool asked = true;  // false: a log line about missing graphs is not a warning
 };
 
 class CapturedStep {

@@ -96,7 +96,7 @@ constexpr KeySpec kKeys[] = {
     key("tokens_per_update", &A::tokens_per_update,
         "tokens of one optimizer step over all ranks; decides the accumulation",
         {.check = &kTokens, .unset = "gradient_accumulation_steps decides", .ours = true}),
-    key("num_train_epochs", &A::num_train_epochs, "passes over the data, also a part of one",
+    key("num_train_epochs", &A::num_train_epochs, "passes over the data; may be a fraction",
         {.check = &kEpochs}),
     key("max_steps", &A::max_steps, "optimizer steps; wins over num_train_epochs",
         {.check = &kMaxSteps}),
@@ -158,8 +158,8 @@ constexpr KeySpec kKeys[] = {
         "how fp8 scales: {recipe: tensorwise}, one scale for a tensor, or {recipe: rowwise}",
         {.unset = "tensorwise", .ours = true}),
     key("residual_in_fp32", &A::residual_in_fp32,
-        "under bf16 on a GPU, keep what the blocks of a language model add to in float32, as "
-        "PyTorch's autocast does; fp16 always does",
+        "under bf16 on a GPU, keep a language model's residual stream in float32, as PyTorch's "
+        "autocast does; fp16 always does",
         {.ours = true}),
     key("tf32", &A::tf32, "TF32 matrix products for float32 on the GPU",
         {.unset = "LibTorch's default"}),
@@ -203,7 +203,8 @@ constexpr KeySpec kKeys[] = {
     key("eval_on_start", &A::eval_on_start, "evaluate before the first step"),
     key("load_best_model_at_end", &A::load_best_model_at_end,
         "end with the best checkpoint's weights, not the last ones"),
-    key("metric_for_best_model", &A::metric_for_best_model, "metric that says which is best"),
+    key("metric_for_best_model", &A::metric_for_best_model,
+        "metric by which the best checkpoint is chosen"),
     key("greater_is_better", &A::greater_is_better, "whether that metric should grow",
         {.unset = "true, unless the metric's name ends in loss"}),
     key("early_stopping_patience", &A::early_stopping_patience,
@@ -273,7 +274,7 @@ constexpr KeySpec kKeys[] = {
         "between layers each tensor parallel rank has a part of the sequence: less memory for "
         "activations; nothing changes where tensor_parallel_degree is 1",
         {.ours = true}),
-    key("ddp_backend", &A::ddp_backend, "how ranks talk",
+    key("ddp_backend", &A::ddp_backend, "communication backend of the ranks",
         {.choices = "shm|gloo|nccl", .unset = "by the device"}),
     key("ddp_find_unused_parameters", &A::ddp_find_unused_parameters,
         "allow parts of the model to stay unused; walks the graph in every step",

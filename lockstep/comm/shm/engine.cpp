@@ -71,7 +71,7 @@ TicketPtr start(EngineCore& core, const StartOptions& options, Args&&... args) {
 EngineResult Engine::make(KeyValueStore& kv, const RankAndSize& place, const EngineOptions& options,
                           const Deadline& deadline) {
   if (place.size < 1 || place.size > kMaxRanks || place.rank < 0 || place.rank >= place.size)
-    throw UsageError("shm", "rank {} of {} makes no sense: an engine has 1 to {} ranks.",
+    throw UsageError("shm", "rank {} of {} does not exist: an engine has 1 to {} ranks.",
                      place.rank, place.size, kMaxRanks);
   const Layout layout(place.size, options);
   const auto make_segment = [&] {

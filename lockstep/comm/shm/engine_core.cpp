@@ -466,7 +466,7 @@ void EngineCore::time_out(const Ticket& ticket, const Deadline& deadline) {
     const bool behind_another = message == nullptr && queue_.front().get() != &ticket;
     if (behind_another) text += fmt::format(" in {} before it", queue_.front()->text());
   }
-  text += ". It is stopped, slower than the limit, or took another way through the program.";
+  text += ". It is stopped, slower than the limit, or took another branch of the program.";
   failure_.set({.timeout = true,
                 .text = std::move(text),
                 .why_at = why_at,

@@ -529,7 +529,7 @@ namespace {
 [[noreturn]] void throw_late(int rank, const Deadline& deadline) {
   throw TimeoutError("shm",
                      fmt::format("rank {} did not make its part of a symmetric block within {} ms. "
-                                 "It is stopped, or took another way through the program.",
+                                 "It is stopped, or took another branch of the program.",
                                  rank, deadline.total().count()),
                      {.peer = rank, .operation = "symmetric", .elapsed = deadline.elapsed()});
 }
