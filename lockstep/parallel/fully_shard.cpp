@@ -215,6 +215,7 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
     kept_.emplace(units_, shard_, shares_);
   }
   wait_for_ranks();
+  if (kept_) kept_->remember();
   list_parameters(holders);
 }
 
@@ -315,10 +316,6 @@ void FullyShardImpl::install() {
         [self] { return !self.expired(); }));
     accumulators_.push_back(std::move(accumulator));
   });
-}
-
-void FullyShardImpl::uninstall() {
-  for (const Used& used : blocks_) used.block->run_with(nullptr);
 }
 
 void FullyShardImpl::check_backward(const std::string& parameter) const {
@@ -518,6 +515,7 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
     throw UsageError(kFullyShard,
                      "backward() was called inside a backward. Call it once per loss.");
   if (slices_) slices_->check_backward();
+  if (kept_) kept_->check_backward();
   last_ = last;
   stage_ = &stages_.at(stage);
   units_.back().gather({});  // a graph may be walked a second time
@@ -539,9 +537,10 @@ void FullyShardImpl::abandon_pass() {
   failed_ = true;
 }
 
-// The sums of all passes of this rank, which add to averages that an earlier step has left.
+// The sums of all passes of this rank, or zeros without one, which add to averages that an earlier
+// step has left.
 void FullyShardImpl::reduce_deferred() {
-  if (!defers() || !local_ || shared_gradients_) return;
+  if (!local_) hide_averages();
   try {
     for (std::size_t unit = units_.size(); unit-- > 0;) begin_reduce(unit);
     end_pending_reduce();
@@ -555,6 +554,7 @@ void FullyShardImpl::reduce_deferred() {
 
 void FullyShardImpl::forget_gradients() {
   watch_.reset();
+  if (shared_gradients_) shared_gradients_->forget_scales();
   each_parameter([](ShardedParameter& p) {
     p.grad = at::Tensor();
     p.tensor.mutable_grad() = at::Tensor();
@@ -603,14 +603,18 @@ void FullyShardImpl::end_pending_reduce() {
   if (pending_) units_[*std::exchange(pending_, std::nullopt)].end_reduce(data_);
 }
 
-// Between backwards .grad is what this rank has of the average. In one it is whole again.
 void FullyShardImpl::begin_pass() {
   in_backward_ = true;
   watch_.forget();
   reduced_.assign(units_.size(), false);
-  if (!local_)
-    each_parameter(
-        [](ShardedParameter& p) { p.grad = std::exchange(p.tensor.mutable_grad(), at::Tensor()); });
+  if (shared_gradients_) shared_gradients_->apply_scales();
+  if (!local_) hide_averages();
+}
+
+// Between backwards .grad is what this rank has of the average. In one it is whole again.
+void FullyShardImpl::hide_averages() {
+  each_parameter(
+      [](ShardedParameter& p) { p.grad = std::exchange(p.tensor.mutable_grad(), at::Tensor()); });
 }
 
 // A unit whose inputs need no gradient has no node that ends its backward, and the root has none.

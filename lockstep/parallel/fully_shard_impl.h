@@ -51,7 +51,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
                  OfPipeline pipeline);
   // Call it after the constructor, when a shared_ptr holds this.
   void install();
-  void uninstall();
+  void uninstall() {
+    for (const Used& used : blocks_) used.block->run_with(nullptr);
+  }
 
   const Mesh& mesh() const { return mesh_; }
   World& shard() const { return shard_; }
@@ -84,12 +86,16 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   // Whether this rank holds unreduced gradients, which the last backward will reduce, or the step
   // that follows it.
   bool unreduced() const { return local_ && !alone_ && !(defers() && last_); }
+  // Of those the step must reduce, on every rank where one has any.
+  bool deferred() const { return defers() && local_; }
   void reduce_deferred();
-  // Those that the step reads in every rank's memory, where it can; reduce_deferred() then does
-  // nothing. Parameters have the numbers of parameters().
+  // Those that the step reads in every rank's memory instead, where it can. Parameters have the
+  // numbers of parameters().
   SharedGradients* shared_gradients() const { return shared_gradients_.get(); }
   void check_kept() const {
     if (kept_) kept_->check();
+    if (deferred())
+      for (const ShardUnit& unit : units_) unit.check_gradients();
   }
   // Whether a backward failed since gradients were last forgotten.
   bool failed() const { return failed_; }
@@ -102,6 +108,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void after_rows_change() {
     if (kept_) kept_->publish();
     wait_for_ranks();
+    if (kept_) kept_->remember();
   }
   void verify_parameters();
   void verify_buffers();
@@ -144,6 +151,7 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   void begin_reduce(std::size_t unit);
   void end_pending_reduce();
   void begin_pass();
+  void hide_averages();
   void end_pass();
   void abandon_pass();
   void check_late_gradients();

@@ -18,6 +18,7 @@
 #include "lockstep/optim/split_gradient.h"
 #include "lockstep/parallel/fully_shard_impl.h"
 #include "lockstep/parallel/sharding.h"
+#include "lockstep/parallel/step_agreement.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -53,12 +54,15 @@ class FullyShardOptimizer final : public optim::Optimizer {
   bool divides() const {
     return model_->divides() || line().size() > 1 || model_->slices() != nullptr;
   }
+  void find_members(const std::vector<optim::ParamGroup>& groups);
   void deal_whole_tensors();
   void make_parts(const std::vector<optim::ParamGroup>& groups);
   bool holds_rows(const Member& m) const;
   bool steps_here(const Member& m) const;
-  void take_gradients(bool in_one_pass);
-  void take_shared(SharedGradients& gradients, bool in_one_pass);
+  void check_step(const optim::StepOptions& options);
+  void take_gradients(const optim::StepOptions& options);
+  at::Tensor agree(const Check& check);
+  void take_shared(const SharedGradients& gradients, const at::Tensor& flags);
   bool has_kernel(const Member& m) const;
   at::Tensor norm() const;
   void scale(const at::Tensor& factor);
@@ -71,6 +75,7 @@ class FullyShardOptimizer final : public optim::Optimizer {
                            const TensorDict& mine) const;
 
   std::shared_ptr<FullyShardImpl> model_;
+  StepAgreement agreement_;
   std::vector<Member> members_;  // of all ranks, in the module's order
   std::unique_ptr<optim::Optimizer> rows_;
   std::unique_ptr<optim::Optimizer> tensors_;  // null: no rule takes whole ones
@@ -110,7 +115,25 @@ std::optional<double> average_into(const at::Tensor& out, const optim::SplitGrad
 
 FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
                                          std::vector<optim::ParamGroup> groups)
-    : Optimizer(groups), model_(std::move(model)) {
+    : Optimizer(groups),
+      model_(std::move(model)),
+      agreement_(model_->mesh().world(), *this, model_->component()) {
+  const auto refusal = refusal_of([&] {
+    find_members(groups);
+    const TensorSlices::AsSlices shapes(model_->slices());
+    deal_whole_tensors();
+    make_parts(groups);
+  });
+  if (model_->defers()) {
+    std::string members;
+    for (const Member& m : members_) members += fmt::format("{} in group {}\n", m.p->name, m.group);
+    agreement_.agree_on_making(refusal, members);
+  } else if (refusal) {
+    std::rethrow_exception(refusal);
+  }
+}
+
+void FullyShardOptimizer::find_members(const std::vector<optim::ParamGroup>& groups) {
   std::unordered_map<at::TensorImpl*, std::size_t> group_of;
   for (std::size_t g = 0; g < groups.size(); ++g)
     for (const at::Tensor& param : groups[g].params)
@@ -130,9 +153,6 @@ FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
                      "{} of {} parameters in the groups are not the divided model's. Take them "
                      "from the module that it was made with.",
                      group_of.size() - members_.size(), group_of.size());
-  const TensorSlices::AsSlices shapes(model_->slices());
-  deal_whole_tensors();
-  make_parts(groups);
 }
 
 // In a world of one the rows are the whole tensor.
@@ -192,8 +212,9 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
 
 // ---------------------------------------------------------------- a step
 
-// Takes backward's result from .grad of the model's parameters: this rank's rows of the average.
-void FullyShardOptimizer::take_gradients(bool in_one_pass) {
+void FullyShardOptimizer::check_step(const optim::StepOptions& options) {
+  optim::detail::check(options);
+  optim::detail::check_groups(model_->component(), param_groups());
   if (model_->failed())
     throw UsageError(model_->component(),
                      "step() came after a backward that failed, so that gradients are incomplete. "
@@ -203,16 +224,40 @@ void FullyShardOptimizer::take_gradients(bool in_one_pass) {
                      "step() found gradients of this rank alone. Call the last backward() before a "
                      "step with last = true, and zero_grad() where there is none.");
   model_->watch().refuse_written(model_->component());
-  model_->watch().reset();
   model_->check_kept();
-  model_->reduce_deferred();
-  if (model_->slices() != nullptr) model_->slices()->average_gradients();  // if none did
+}
+
+// With Shard::kState: what one rank refuses none steps. Returns which gradients there are.
+at::Tensor FullyShardOptimizer::agree(const Check& check) {
   SharedGradients* const shared = model_->shared_gradients();
+  const std::size_t count = shared != nullptr ? model_->parameters().size() : 1;
+  at::Tensor flags = at::zeros({static_cast<std::int64_t>(count)}, at::kByte);
+  if (!check.refusal && shared != nullptr) shared->place(flags);
+  if (!check.refusal && shared == nullptr) flags.fill_(model_->deferred() ? 1 : 0);
+  flags = agreement_.exchange(check, flags);
+  if (shared != nullptr)
+    shared->make_room(flags);
+  else if (flags.item<bool>())
+    model_->reduce_deferred();
+  return flags;
+}
+
+// Takes backward's result from .grad of the model's parameters: this rank's rows of the average.
+void FullyShardOptimizer::take_gradients(const optim::StepOptions& options) {
+  const Check check{.component = model_->component(),
+                    .what = "this step",
+                    .refusal = refusal_of([&] { check_step(options); })};
+  if (check.refusal && !model_->defers()) std::rethrow_exception(check.refusal);
+  if (!check.refusal) model_->watch().reset();
+  agreement_.settings = StepSettings::of(options);
+  const at::Tensor flags = model_->defers() ? agree(check) : at::Tensor();
+  if (model_->slices() != nullptr) model_->slices()->average_gradients();  // if none did
+  const SharedGradients* const shared = model_->shared_gradients();
   model_->each_parameter([&](ShardedParameter& p) {
     p.shard.set_requires_grad(p.tensor.requires_grad());
     p.shard.mutable_grad() = shared != nullptr ? at::Tensor() : p.tensor.grad();
   });
-  if (shared != nullptr) take_shared(*shared, in_one_pass);
+  if (shared != nullptr) take_shared(*shared, flags);
 }
 
 bool FullyShardOptimizer::has_kernel(const Member& m) const {
@@ -226,15 +271,16 @@ bool FullyShardOptimizer::has_kernel(const Member& m) const {
 // or first, where the norm of the average must be known before. Writing the average and reading it
 // back is three passes over memory (a line is read before it is written); summing again in the step
 // is as many as there are ranks, and pays up to two.
-void FullyShardOptimizer::take_shared(SharedGradients& gradients, bool in_one_pass) {
+void FullyShardOptimizer::take_shared(const SharedGradients& gradients, const at::Tensor& flags) {
   constexpr int kSummedTwice = 2;
   split_.by_parameter.clear();
-  const std::vector<bool> used = gradients.exchange();
+  const auto* const used = flags.const_data_ptr<std::uint8_t>();
+  const bool in_one_pass = !agreement_.settings.two_passes();
   const int ranks = shard().size();
   for (Member& m : members_) {
     ShardedParameter& p = *m.p;
     m.squares.reset();
-    if (!used[m.index] || !p.tensor.requires_grad()) continue;
+    if (used[m.index] == 0 || !p.tensor.requires_grad()) continue;
     const std::int64_t count = p.rows->values.numel();
     const optim::SplitGradient split{gradients.parts(m.index, p.rows->begin, count),
                                      static_cast<double>(ranks)};
@@ -281,10 +327,12 @@ at::Tensor FullyShardOptimizer::norm() const {
 }
 
 void FullyShardOptimizer::scale(const at::Tensor& factor) {
+  SharedGradients* const shared = model_->shared_gradients();
   for (const Member& m : members_) {
     if (m.p->absent) continue;
     at::Tensor grad = m.p->shard.grad();
     if (!grad.defined()) continue;
+    if (shared != nullptr) shared->scale(m.index, factor.item<double>());
     // The kernel of the step multiplies what ranks share.
     at::TensorImpl* const stepped = m.p->shard.unsafeGetTensorImpl();
     if (const auto found = split_.by_parameter.find(stepped); found != split_.by_parameter.end())
@@ -299,13 +347,9 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
 optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
   const torch::NoGradGuard no_grad;
-  optim::detail::check(options);
   if (model_->slices() != nullptr) model_->slices()->cut();
-  const bool measures = options.max_grad_norm > 0 || options.want_grad_norm ||
-                        options.skip_non_finite ||
-                        (options.scaler != nullptr && options.scaler->enabled());
-  take_gradients(/*in_one_pass=*/!measures);
-  model_->before_rows_change();
+  take_gradients(options);
+  if (!model_->defers()) model_->before_rows_change();  // there all ranks have come already
   const optim::StepResult result =
       step_divided(this, options,
                    {.norm = [this] { return norm(); },

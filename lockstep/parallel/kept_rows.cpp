@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <exception>
 #include <iterator>
 #include <utility>
@@ -10,9 +12,26 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/core/text.h"
 #include "lockstep/parallel/sharding.h"
 
 namespace lockstep::parallel {
+namespace {
+
+// Of a few elements: torch::optim::SGD writes past the version counters. On a device it would wait.
+std::uint64_t print_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.numel() == 0) return 0;
+  const auto* const bytes = static_cast<const char*>(tensor.const_data_ptr());
+  const auto size = static_cast<std::size_t>(tensor.element_size());
+  const auto count = static_cast<std::size_t>(tensor.numel());
+  std::array<char, 3 * sizeof(c10::complex<double>)> some{};
+  std::memcpy(some.data(), bytes, size);
+  std::memcpy(some.data() + size, bytes + count / 2 * size, size);
+  std::memcpy(some.data() + 2 * size, bytes + (count - 1) * size, size);
+  return fingerprint(some.data(), 3 * size);
+}
+
+}  // namespace
 
 const char* name(Shard shard) {
   if (shard == Shard::kState) return "kState";
@@ -41,7 +60,7 @@ KeptRows::KeptRows(std::vector<ShardUnit>& units, World& shard, bool shared)
   for (ShardUnit& unit : units) {
     std::vector<std::vector<ShardedParameter*>> of_unit;
     for (ShardedParameter& p : unit.parameters()) {
-      kept_.push_back({&p, p.tensor._version()});
+      kept_.push_back({.p = &p});
       auto found = std::ranges::find_if(of_unit, [&](const auto& members) {
         return members[0]->tensor.scalar_type() == p.tensor.scalar_type() &&
                members[0]->tensor.device() == p.tensor.device();
@@ -81,7 +100,21 @@ void KeptRows::publish() {
     }
     end(before);
   }
-  for (Kept& kept : kept_) kept.version = kept.p->tensor._version();
+}
+
+void KeptRows::remember() {
+  for (Kept& kept : kept_) {
+    kept.version = kept.p->tensor._version();
+    kept.print = print_of(kept.p->tensor);
+  }
+  written_ = 0;
+}
+
+// Memory of one's own may be written and restored, as it is in order to look at averages.
+bool KeptRows::written(const Kept& kept) const {
+  const at::Tensor& tensor = kept.p->tensor;
+  const bool counts = shared_ || !tensor.is_cpu();
+  return (counts && tensor._version() != kept.version) || print_of(tensor) != kept.print;
 }
 
 void KeptRows::begin(Message& message) const {
@@ -122,13 +155,34 @@ void KeptRows::check() const {
                        "rows cannot be stepped. Call the optimizer's sync_from_model() on every "
                        "rank after loading weights.",
                        p.name);
-    if (shared_ && p.tensor._version() != kept.version)
+    if (written(kept))
       throw UsageError(kFullyShard,
                        "parameter '{}' was written between steps, by something else than step(). "
-                       "All ranks share its memory. After loading weights on every rank call the "
-                       "optimizer's sync_from_model().",
+                       "Another optimizer (torch::optim) must not step it: its gradient is this "
+                       "rank's own. After loading weights on every rank call the optimizer's "
+                       "sync_from_model().",
                        p.name);
   }
+}
+
+void KeptRows::check_backward() {
+  const auto found =
+      std::ranges::find_if(kept_, [this](const Kept& kept) { return written(kept); });
+  if (found == kept_.end()) return;
+  std::vector<std::uint64_t> all;
+  for (const Kept& kept : kept_) {
+    all.push_back(static_cast<std::uint64_t>(kept.p->tensor._version()));
+    all.push_back(print_of(kept.p->tensor));
+  }
+  const std::uint64_t now = fingerprint(all.data(), all.size() * sizeof(std::uint64_t));
+  const std::uint64_t before = std::exchange(written_, now);
+  if (before == 0 || before == now) return;
+  throw UsageError(kFullyShard,
+                   "parameter '{}' is written between backward passes, and step() is not called. "
+                   "Perhaps a torch::optim optimizer steps the model: gradients are this rank's "
+                   "own, and averaged by the optimizer of make_optimizer() alone. Call its step(); "
+                   "after loading weights on every rank call its sync_from_model().",
+                   found->p->name);
 }
 
 // Of what all ranks map each rank writes its own rows.

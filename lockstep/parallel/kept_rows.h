@@ -5,10 +5,11 @@
 //   KeptRows kept(units, shard);
 //   ...                               // each rank steps ShardedParameter::shard
 //   kept.publish();                   // everybody has all rows
+//   kept.remember();
 //
-// Where all ranks map the parameters, a step writes them once and publish() sends nothing. Then
-// nobody else may write them between steps: check() finds it. Refers to the units, which outlive it
-// and do not move. One thread at a time.
+// Where all ranks map the parameters, a step writes them once and publish() sends nothing. Nobody
+// else may write them between steps, with gradients that are not averaged: check() finds it. Refers
+// to the units, which outlive it and do not move. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,12 +39,16 @@ class KeptRows {
   KeptRows(const KeptRows&) = delete;
   KeptRows& operator=(const KeptRows&) = delete;
 
-  // Sends the rows of trained parameters to all ranks, and remembers the parameters as they are
-  // now. Collective.
+  // Sends the rows of trained parameters to all ranks. Collective.
   void publish();
-  // UsageError for a parameter that was given other memory, or was written in shared memory since
-  // then.
+  // Takes the parameters as they are now for what a step has left: when all ranks have written.
+  void remember();
+  // UsageError for a parameter that was given other memory, or that was written since then.
   void check() const;
+  // Before a backward. A single write is left to the step, where all ranks refuse it together;
+  // UsageError where parameters are written again after another backward, in a loop that never
+  // steps them with our optimizer.
+  void check_backward();
   // Takes values over that were loaded into other memory. Every rank has the same values. No
   // collective.
   void take_back();
@@ -57,14 +62,17 @@ class KeptRows {
   };
   struct Kept {
     ShardedParameter* p;
-    std::int64_t version;  // of its tensor
+    std::int64_t version = 0;  // of its tensor
+    std::uint64_t print = 0;   // of a few elements
   };
+  bool written(const Kept& kept) const;
   void begin(Message& message) const;
   static void end(Message& message);
 
   World& shard_;
   const bool shared_;
   std::vector<Kept> kept_;
+  std::uint64_t written_ = 0;  // past a step: what the last backward has found, or zero
   std::vector<std::vector<ShardedParameter*>> messages_;
 };
 

@@ -329,6 +329,51 @@ TEST_P(ShardModesTest, ASecondStepTakesTheSameGradients) {
   });
 }
 
+// What a step has clipped is what the next one, or another backward, begins with.
+TEST_P(ShardModesTest, GradientsThatStayAreClipped) {
+  on_ranks([](const Mesh& mesh) {
+    for (const bool adds : {false, true}) {
+      std::optional<at::Tensor> expected;
+      for (const FullyShardOptions& options : {FullyShardOptions{.reduce_every_backward = false},
+                                               FullyShardOptions{.shard = Shard::kState}}) {
+        Rank rank(mesh, optim::SGDOptions{.lr = 0.1}, options);
+        rank.backward(0);
+        rank.optimizer->step({.max_grad_norm = 1e-3});
+        if (adds) rank.backward(1);
+        rank.optimizer->step();
+        rank.optimizer->zero_grad();
+        rank.step(2);  // nothing is left of it
+        const at::Tensor weights = rank.weights().clone();
+        if (!expected) expected = weights;
+        expect_close(weights, *expected);
+      }
+    }
+  });
+}
+
+// As if its loss had been zero; and so in a step for which no rank has a pass.
+TEST_P(ShardModesTest, ARankWithoutAPassAddsZeros) {
+  on_ranks([](const Mesh& mesh) {
+    const bool idle = !mesh.world().is_leader();
+    std::optional<at::Tensor> expected;
+    for (const bool passes : {true, false}) {
+      Rank rank(mesh, kAdamW, {.shard = Shard::kState});
+      for (const double max_norm : {0.0, 0.02}) {
+        if (passes || !idle) rank.backward(0, idle ? 0 : 1);
+        rank.optimizer->step({.max_grad_norm = max_norm});
+        // Beside what the step before has averaged.
+        if (passes || idle) rank.backward(1, idle ? 1 : 0);
+        rank.optimizer->step({.max_grad_norm = max_norm});
+        rank.optimizer->zero_grad();
+        rank.optimizer->step();
+      }
+      const at::Tensor weights = rank.weights().clone();
+      if (!expected) expected = weights;
+      EXPECT_TENSOR_EQ(weights, *expected);
+    }
+  });
+}
+
 // ---------------------------------------------------------------- parameters between steps
 
 TEST_P(ShardModesTest, ParametersAreWholeBetweenSteps) {
@@ -407,22 +452,50 @@ TEST_P(ShardModesTest, AParameterThatWasWrittenBetweenStepsIsRefused) {
       rank.step(0);
       rank.backward(1);
       at::Tensor row = rank.net.layers[1]->row;
-      if (mesh["shard"].shares_memory()) {
-        {
-          const torch::NoGradGuard no_grad;
-          row.add_(0);
-        }
-        EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
-                    HasSubstr("'layer1.row' was written between steps"));
-        rank.optimizer->sync_from_model();
-        rank.optimizer->step();
+      {
+        const torch::NoGradGuard no_grad;
+        row.add_(mesh["shard"].shares_memory() ? 0 : 1);
       }
+      EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
+                  HasSubstr("'layer1.row' was written between steps"));
+      rank.optimizer->sync_from_model();
+      rank.optimizer->step();
       row.set_data(row.detach().clone());
       EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
                   HasSubstr("'layer1.row' was given other memory"));
       rank.optimizer->sync_from_model();
       rank.optimizer->zero_grad();
       rank.step(2);
+    }
+  });
+}
+
+// A loop that steps with the other one, and never here. SGD writes past the version counters.
+TEST_P(ShardModesTest, AnotherOptimizerIsRefused) {
+  on_ranks([](const Mesh& mesh) {
+    for (const bool adam : {false, true}) {
+      Rank rank(mesh, kAdamW, {.shard = Shard::kState});
+      std::unique_ptr<torch::optim::Optimizer> other;
+      if (adam)
+        other = std::make_unique<torch::optim::AdamW>(rank.net.trained(), 0.1);
+      else
+        other = std::make_unique<torch::optim::SGD>(rank.net.trained(), 0.1);
+      const auto turn = [&](int number) {
+        return message_of<UsageError>([&] {
+          rank.net.zero_grad();
+          rank.backward(number);
+          mesh.world().barrier();
+          other->step();
+          mesh.world().barrier();
+        });
+      };
+      EXPECT_THAT(turn(0), HasSubstr("nothing thrown"));
+      EXPECT_THAT(turn(1), HasSubstr("nothing thrown"));  // one write is left to step()
+      EXPECT_THAT(turn(2), HasSubstr("is written between backward passes"));
+      EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
+                  HasSubstr("was written between steps"));
+      rank.optimizer->sync_from_model();
+      rank.step(3);
     }
   });
 }

@@ -445,6 +445,11 @@ void ShardUnit::free(ShardedParameter& p) {
 
 // ---------------------------------------------------------------- gradients
 
+void ShardUnit::check_gradients() const {
+  for (const ShardedParameter& p : parameters_)
+    if (p.tensor.requires_grad() && p.tensor.grad().defined()) check_gradient(p, p.tensor.grad());
+}
+
 void ShardUnit::begin_reduce() {
   const at::NoGradGuard no_grad;
   for (const Flat& flat : flats_) {

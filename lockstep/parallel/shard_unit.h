@@ -90,6 +90,7 @@ class ShardUnit {
   std::vector<ShardedParameter>& parameters() { return parameters_; }
   bool whole() const { return whole_; }
   bool trains() const;
+  void check_gradients() const;  // UsageError for a .grad that is not of the whole parameter
 
   // Gathers again what is in progress, or gathered, in another type.
   void begin_gather(const ProductType& computed);

@@ -10,13 +10,17 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <sstream>
+#include <tuple>
 
 #include "lockstep/comm/world_impl.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/io/tensors.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/processes.h"
 #include "lockstep/testing/worlds.h"
@@ -181,27 +185,6 @@ TEST(ShardedAgreement, OtherParametersOnSomeRanksAreNotAccepted) {
   });
 }
 
-// torch::load gives parameters other memory; what step() writes must be the model's all the same.
-TEST(ShardedAgreement, LoadedWeightsAreTrained) {
-  on_both(2, [](World& world) {
-    Trained trained(world);
-    std::stringstream file;
-    torch::save(trained.net, file);
-    const at::Tensor saved = trained.net->a->weight.detach().clone();
-    world.barrier();
-    trained.step(world);
-    torch::load(trained.net, file);
-    EXPECT_THAT(message_of<UsageError>([&] { trained.step(world); }),
-                HasSubstr("after torch::load on every rank call sync_from_model()"));
-    trained.optimizer.sync_from_model();
-    EXPECT_TENSOR_EQ(trained.net->a->weight.detach(), saved);
-    world.barrier();
-    trained.step(world);
-    EXPECT_FALSE(at::equal(trained.net->a->weight.detach(), saved));
-    trained.model.verify_replicas();
-  });
-}
-
 // ---------------------------------------------------------------- making it
 
 // Rank 1 is the odd one. All continue in the same world afterwards.
@@ -270,40 +253,6 @@ TEST(ShardedAgreement, WhatOneRankCannotMakeNoneMakes) {
             HasSubstr(odd ? "[optimizer]" : "rank 1 refused this step. Its message: [optimizer]")));
     optimizer.step();
     test.model.verify_replicas();
-  });
-}
-
-TEST(ShardedAgreement, WhatIsMadeDifferentlyIsRefusedByAll) {
-  on_both(3, [](World& world) {
-    Making test(world);
-    const bool odd = test.odd();
-    const auto differs = [](const std::string& other, const std::string& first) {
-      return HasSubstr("rank 1 has '" + other + "', but rank 0 has '" + first + "'. Each rank");
-    };
-    EXPECT_THAT(test.make(AdamWOptions{.lr = odd ? 0.02 : 0.01}),
-                differs("lr = 0.02", "lr = 0.01"));
-    EXPECT_THAT(test.make(AdamWOptions{.betas = {0.9, odd ? 0.99 : 0.999}}),
-                differs("beta2 = 0.99", "beta2 = 0.999"));
-    EXPECT_THAT(test.make(odd ? optim::Rule(optim::SGDOptions{}) : AdamWOptions{}),
-                differs("options of SGD", "options of AdamW"));
-    // The same groups with other members: nothing but the parameters' values would ever show it.
-    const auto all = test.net->parameters();
-    const std::vector<at::Tensor> most(all.begin() + 1, all.end() - 1);
-    std::vector<optim::ParamGroup> groups{{most, AdamWOptions{}},
-                                          {{all.back()}, AdamWOptions{.lr = 1}}};
-    groups[0].options = AdamWOptions{.lr = odd ? 0.25 : 0.5};
-    groups[0].params.push_back(all.front());
-    EXPECT_THAT(test.make(groups), differs("lr of group 0 = 0.25", "lr of group 0 = 0.5"));
-    groups[0] = {most, AdamWOptions{}};
-    groups[odd ? 1 : 0].params.push_back(all.front());
-    EXPECT_THAT(test.make(groups), differs("a.weight in group 1", "a.weight in group 0"));
-    if (odd) groups = {{all, AdamWOptions{}}};
-    EXPECT_THAT(test.make(groups), differs("groups: 1", "groups: 2"));
-    // Two exchanges more often than they must would be felt in short runs.
-    const auto& sequence = detail::Access::impl(world)->sequence;
-    const std::uint64_t before = sequence.load();
-    ShardedOptimizer optimizer{test.model, AdamWOptions{}};
-    EXPECT_EQ(sequence.load() - before, world.backend() == "shm" ? 3u : 2u);
   });
 }
 
@@ -519,28 +468,133 @@ TEST(ShardedAgreement, ParametersThatShareMemoryAreRefusedByBothNames) {
   }
 }
 
-// ---------------------------------------------------------------- messages
+// ---------------------------------------------------------------- both that divide the state
 
-TEST(ShardedAgreement, ARefusalHasTheMessageOfTheRefusingRank) {
-  run_threads(3, [](World& world) {
+// ShardedOptimizer, and FullyShard with Shard::kState.
+using Way = std::tuple<bool, const char*>;
+class DividedState : public ::testing::TestWithParam<Way> {
+ protected:
+  static bool fully() { return std::get<0>(GetParam()); }
+  static std::string who() { return fully() ? "[fully_shard] " : "[ShardedOptimizer] "; }
+  static void on_ranks(int ranks, const std::function<void(World&)>& body) {
+    run_threads(ranks, body, std::get<1>(GetParam()));
+  }
+  static std::shared_ptr<Parallelism> make_model(const Net& net, World& world) {
+    const Mesh mesh = fully() ? Mesh(world, {{"shard", -1}}) : Mesh(world);
+    return parallelize(*net.ptr(), mesh, {.shard = {.shard = Shard::kState}});
+  }
+
+  struct Trained {
+    explicit Trained(World& world)
+        : net(make_net()),
+          model(make_model(net, world)),
+          optimizer(model->make_optimizer({{net->parameters(), AdamWOptions{.lr = 0.01}}}, true)) {
+      step(world);
+    }
+    void step(World& world, const optim::StepOptions& options = {}) {
+      optimizer->zero_grad();
+      model->before_forward();
+      model->backward(model->watch(net->forward(batch_of(world.rank(), 0), true).sum()), true);
+      optimizer->step(options);
+    }
+    Net net;
+    std::shared_ptr<Parallelism> model;
+    std::unique_ptr<optim::Optimizer> optimizer;
+  };
+};
+INSTANTIATE_TEST_SUITE_P(Ways, DividedState,
+                         ::testing::Combine(::testing::Bool(), ::testing::Values("shm", "gloo")),
+                         [](const auto& way) {
+                           return std::string(std::get<0>(way.param) ? "kState_" : "sharded_") +
+                                  std::get<1>(way.param);
+                         });
+
+// torch::load gives parameters other memory; what step() writes must be the model's all the same.
+TEST_P(DividedState, LoadedWeightsAreTrained) {
+  on_ranks(2, [](World& world) {
     Trained trained(world);
-    if (world.rank() > 0) trained.optimizer.set_lr(-world.rank());
+    std::stringstream file;
+    torch::save(trained.net, file);
+    const at::Tensor saved = trained.net->a->weight.detach().clone();
+    world.barrier();
+    trained.step(world);
+    torch::load(trained.net, file);
+    EXPECT_THAT(message_of<UsageError>([&] { trained.step(world); }),
+                HasSubstr("sync_from_model()"));
+    trained.optimizer->sync_from_model();
+    EXPECT_TENSOR_EQ(trained.net->a->weight.detach(), saved);
+    world.barrier();
+    trained.step(world);
+    EXPECT_FALSE(at::equal(trained.net->a->weight.detach(), saved));
+    trained.model->verify_parameters();
+  });
+}
+
+TEST_P(DividedState, WhatIsMadeDifferentlyIsRefusedByAll) {
+  on_ranks(3, [](World& world) {
+    const Net net = make_net();
+    const auto model = make_model(net, world);
+    const bool odd = world.rank() == 1;
+    const auto make_of = [&](const std::vector<optim::ParamGroup>& groups) {
+      return message_of<UsageError>([&] { model->make_optimizer(groups, true); });
+    };
+    const auto make = [&](const optim::Rule& rule) { return make_of({{net->parameters(), rule}}); };
+    const auto differs = [](const std::string& other, const std::string& first) {
+      return HasSubstr("rank 1 has '" + other + "', but rank 0 has '" + first + "'. Each rank");
+    };
+    EXPECT_THAT(make(AdamWOptions{.lr = odd ? 0.02 : 0.01}), differs("lr = 0.02", "lr = 0.01"));
+    EXPECT_THAT(make(AdamWOptions{.betas = {0.9, odd ? 0.99 : 0.999}}),
+                differs("beta2 = 0.99", "beta2 = 0.999"));
+    EXPECT_THAT(make(odd ? optim::Rule(optim::SGDOptions{}) : AdamWOptions{}),
+                differs("options of SGD", "options of AdamW"));
+    // The same groups with other members: nothing but the parameters' values would ever show it.
+    const auto all = net->parameters();
+    const std::vector<at::Tensor> most(all.begin() + 1, all.end() - 1);
+    std::vector<optim::ParamGroup> groups{{most, AdamWOptions{}},
+                                          {{all.back()}, AdamWOptions{.lr = 1}}};
+    groups[0].options = AdamWOptions{.lr = odd ? 0.25 : 0.5};
+    groups[0].params.push_back(all.front());
+    EXPECT_THAT(make_of(groups), differs("lr of group 0 = 0.25", "lr of group 0 = 0.5"));
+    groups[0] = {most, AdamWOptions{}};
+    groups[odd ? 1 : 0].params.push_back(all.front());
+    EXPECT_THAT(make_of(groups), differs("a.weight in group 1", "a.weight in group 0"));
+    if (odd) groups = {{all, AdamWOptions{}}};
+    EXPECT_THAT(make_of(groups), differs("groups: 1", "groups: 2"));
+    // What one rank cannot make none makes.
+    EXPECT_THAT(make(AdamWOptions{.lr = odd ? -1.0 : 0.01}),
+                AllOf(HasSubstr("[AdamW] option lr cannot be -1"),
+                      HasSubstr(odd ? "[AdamW]"
+                                    : who() + "rank 1 refused to make the optimizer. Its "
+                                              "message: [AdamW]")));
+    // Two exchanges more often than they must would be felt in short runs.
+    const auto& sequence = detail::Access::impl(world)->sequence;
+    const std::uint64_t before = sequence.load();
+    EXPECT_EQ(make(AdamWOptions{}), kNothing);
+    const std::uint64_t expected = fully() ? 1 : world.backend() == "shm" ? 3 : 2;
+    EXPECT_EQ(sequence.load() - before, expected);
+  });
+}
+
+TEST_P(DividedState, ARefusalHasTheMessageOfTheRefusingRank) {
+  on_ranks(3, [](World& world) {
+    Trained trained(world);
+    if (world.rank() > 0) trained.optimizer->set_lr(-world.rank());
     EXPECT_THAT(
         message_of<UsageError>([&] { trained.step(world); }),
         AllOf(HasSubstr(fmt::format("[AdamW] option lr cannot be -{}", std::max(world.rank(), 1))),
               HasSubstr(world.rank() > 0 ? "[AdamW]"
-                                         : "[ShardedOptimizer] ranks 1, 2 refused this step. The "
-                                           "message of rank 1: [AdamW]")));
+                                         : who() + "ranks 1, 2 refused this step. The message "
+                                                   "of rank 1: [AdamW]")));
   });
 }
 
-TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
-  on_both(2, [](World& world) {
+TEST_P(DividedState, ADifferenceIsExplainedByWhatDiffers) {
+  on_ranks(2, [](World& world) {
     Trained trained(world);
     const auto step = [&](const optim::StepOptions& options = {}) {
       return message_of<UsageError>([&] { trained.step(world, options); });
     };
-    ShardedOptimizer& optimizer = trained.optimizer;
+    optim::Optimizer& optimizer = *trained.optimizer;
     const auto odd = [&](double here, double elsewhere) {
       return world.rank() == 1 ? here : elsewhere;
     };
@@ -567,6 +621,35 @@ TEST(ShardedAgreement, ADifferenceIsExplainedByWhatDiffers) {
                 HasSubstr("there is no group 1. Groups count from 0; there is 1."));
     EXPECT_THAT(message_of<UsageError>([&] { static_cast<void>(optimizer.lr(1)); }),
                 HasSubstr("there is no group 1"));
+  });
+}
+
+// Some ranks refuse for what they alone have done, and all train on.
+TEST_P(DividedState, WhatOneRankCannotStepNoneSteps) {
+  on_ranks(3, [](World& world) {
+    Trained trained(world);
+    const bool odd = world.rank() == 1;
+    const auto refuses = [&](const std::string& text, const optim::StepOptions& options = {}) {
+      EXPECT_THAT(message_of<UsageError>([&] { trained.step(world, options); }),
+                  AllOf(HasSubstr(text),
+                        HasSubstr(odd ? "" : who() + "rank 1 refused this step. Its message: ")));
+    };
+    refuses("max_grad_norm = -1 must be positive", {.max_grad_norm = odd ? -1.0 : 0.0});
+    at::Tensor& bias = trained.net->a->bias;
+    if (odd) bias.set_data(bias.detach().clone());
+    refuses("parameter 'a.bias' was ");
+    trained.optimizer->sync_from_model();
+    trained.step(world);
+    // Clipped by torch, which has seen this rank's own gradients.
+    trained.optimizer->zero_grad();
+    trained.model->before_forward();
+    trained.model->backward(
+        trained.model->watch(trained.net->forward(batch_of(world.rank(), 0), true).sum()), true);
+    if (odd) torch::nn::utils::clip_grad_norm_(trained.net->parameters(), 1e-3);
+    EXPECT_THAT(message_of<UsageError>([&] { trained.optimizer->step(); }),
+                HasSubstr("torch::nn::utils::clip_grad_norm_"));
+    trained.step(world);
+    trained.model->verify_parameters();
   });
 }
 

@@ -17,6 +17,7 @@ SharedGradients::SharedGradients(const ModelTensors& model, World& world,
     : model_(model), world_(world), check_(std::move(check)) {}
 
 bool SharedGradients::install() {
+  forget_scales();
   return lay_out();
 }
 
@@ -57,32 +58,46 @@ at::Tensor SharedGradients::free_slot(std::size_t parameter) {
   return hooks_.alone(parameter) ? buckets_.slot(parameter) : at::Tensor();
 }
 
-std::vector<bool> SharedGradients::exchange() {
+void SharedGradients::place(const at::Tensor& flags) {
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < model_.size(); ++i)  // trained since; on every rank
-    if (places_[i].bucket == kNoBucket && model_[i].tensor.requires_grad()) {
-      if (!lay_out())
-        throw UsageError(kFullyShard,
-                         "a parameter is trained since the model was divided, and the ranks cannot "
-                         "share memory for its gradient. Make it trained before, or use "
-                         "Shard::kGradients.");
-      break;
-    }
-  const at::Tensor flags = at::zeros({static_cast<std::int64_t>(model_.size())}, at::kByte);
+  apply_scales();
   auto* const used = flags.mutable_data_ptr<std::uint8_t>();
   for (std::size_t i = 0; i < model_.size(); ++i) {
-    if (places_[i].bucket == kNoBucket) continue;
-    const at::Tensor& slot = buckets_.slot(i);
     const at::Tensor& grad = model_[i].tensor.grad();
     used[i] = grad.defined() ? 1 : 0;
+    if (places_[i].bucket == kNoBucket) continue;
+    const at::Tensor& slot = buckets_.slot(i);
     if (!grad.defined())
       at::Tensor(slot).zero_();
     else if (!grad.is_same(slot))
       at::Tensor(slot).copy_(grad);
   }
+}
+
+// Every rank has trained the same parameters since.
+void SharedGradients::make_room(const at::Tensor& flags) {
+  const auto lacks_place = [this](std::size_t i) {
+    return places_[i].bucket == kNoBucket && model_[i].tensor.requires_grad();
+  };
+  bool lacks = false;
+  for (std::size_t i = 0; i < model_.size(); ++i) lacks |= lacks_place(i);
+  if (!lacks) return;
+  if (!lay_out())
+    throw UsageError(kFullyShard,
+                     "a parameter is trained since the model was divided, and the ranks cannot "
+                     "share memory for its gradient. Make it trained before, or use "
+                     "Shard::kGradients.");
+  place(at::empty_like(flags));
   const ledger::PhaseScope communication(ledger::Phase::kCommunication);
-  world_.all_reduce(flags, ReduceOp::kMax).wait();
-  return std::vector<bool>(used, used + model_.size());
+  world_.all_reduce(at::zeros({1}, at::kByte), ReduceOp::kMax).wait();
+}
+
+void SharedGradients::apply_scales() {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < model_.size(); ++i)
+    if (const at::Tensor& grad = model_[i].tensor.grad(); scales_[i] != 1 && grad.defined())
+      at::Tensor(grad).mul_(scales_[i]);
+  forget_scales();
 }
 
 std::vector<at::Tensor> SharedGradients::parts(std::size_t parameter, std::int64_t begin,

@@ -4,7 +4,7 @@
 //   const auto gradients = std::make_shared<SharedGradients>(model, world, check);
 //   if (gradients->install()) ...
 //   loss.backward();              // .grad of each parameter lies in this rank's part
-//   used = gradients->exchange(); // those of every rank are complete
+//   gradients->place(flags);      // on each rank; then an exchange of the flags
 //   gradients->parts(i, begin, count)
 //
 // The memory is that of a Reducer's buckets. The model outlives this. Hooks run on backward's
@@ -37,10 +37,18 @@ class SharedGradients final : public BackwardListener,
 
   // False: the ranks cannot share so much memory, and there are no hooks. Collective.
   bool install();
-  // Which parameters, by their number in the model, any rank has a gradient for. Every rank is
-  // here, and its gradients lie in its part; without one it has zeros there. Nobody may write them
-  // before all ranks have read them. Collective.
-  std::vector<bool> exchange();
+  // This rank's gradients lie in its part from here on, or zeros; flags says, by a byte for each
+  // parameter of the model, for which it has one. When all ranks have done it they read them, and
+  // nobody may write them before all have. No collective.
+  void place(const at::Tensor& flags);
+  // Makes room for parameters that are trained since; then all ranks have placed theirs again.
+  // Collective.
+  void make_room(const at::Tensor& flags);
+  // A step has used multiples of this rank's gradient: those that remain are these, and multiplied
+  // when they are next used, if they are.
+  void scale(std::size_t parameter, double factor) { scales_[parameter] *= factor; }
+  void apply_scales();
+  void forget_scales() { scales_.assign(model_.size(), 1); }
   // Each rank's gradient of these elements, flat.
   std::vector<at::Tensor> parts(std::size_t parameter, std::int64_t begin,
                                 std::int64_t count) const;
@@ -69,6 +77,7 @@ class SharedGradients final : public BackwardListener,
     std::int64_t offset = 0;
   };
   std::vector<Place> places_;
+  std::vector<double> scales_;
 };
 
 }  // namespace lockstep::parallel
