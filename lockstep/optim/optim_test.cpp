@@ -596,12 +596,25 @@ TEST(Schedule, EveryNameStartsAtZeroWithWarmupAndReachesOne) {
   EXPECT_EQ(schedule_names().size(), 12u);
 }
 
+TEST(Schedule, AWarmupToTheEndAndAnUnknownEnd) {
+  EXPECT_DOUBLE_EQ(make("polynomial", 10, 10, R"({"lr_end": 0.1})").factor(10), 0.2);
+  EXPECT_EQ(make("inverse_sqrt", 0, 0, R"({"timescale": 4})").factor(12), 0.5);
+  EXPECT_EQ(make("warmup_stable_decay", 2, 0,
+                 R"({"num_stable_steps": 3, "num_decay_steps": 4, "min_lr_ratio": 0.25,
+                     "decay_type": "linear"})")
+                .factor(7),
+            0.625);
+}
+
 // As None is.
 TEST(Schedule, AKeyWithoutAValueIsItsDefault) {
   EXPECT_EQ(make("cosine", 0, 10, R"({"num_cycles": null})").factor(10), 0.0);
 }
 
-TEST(Schedule, TakesMilestonesOfAProgram) {
+TEST(Schedule, TakesMilestonesInAnyOrderTwiceAndOfAProgram) {
+  const Schedule several = make("multi_step", 0, 0, R"({"milestones": [8, 3, 8], "gamma": 0.5})");
+  EXPECT_EQ(several.factor(3), 0.5);
+  EXPECT_EQ(several.factor(8), 0.125);
   const Schedule from_cpp = make_schedule(
       {.name = "multi_step", .kwargs = {{"milestones", std::vector<double>{2}}, {"gamma", 0.5}}});
   EXPECT_EQ(from_cpp.factor(2), 0.5);

@@ -102,6 +102,7 @@ void judge() {
 
 void write_events(const std::string& directory) {
   EventFile events(directory);
+  events.scalars(-1, {}, 13.0);
   for (int step = 0; step < 100; ++step)
     events.scalars(step, {{"train/loss", 1.0f / static_cast<float>(step + 1)}, {"train/lr", 0.5f}},
                    1000.0 + step);
