@@ -577,7 +577,7 @@ Window::Window(std::vector<Batch> batches, World ranks, WindowWeights weights) {
                      "are 0.");
   for (const Batch& batch : batches) {
     if (batch.tokens < 0)
-      throw UsageError("Window", "a batch has {} tokens. Set the number its loss is a mean of.",
+      throw UsageError("Window", "a batch has {} tokens. Set how many its mean loss counts.",
                        batch.tokens);
     tokens_ += batch.tokens;
   }

@@ -68,7 +68,8 @@ Option layers_option(std::int64_t fallback) {
 
 // The size of the attention window in tokens; null: all previous tokens.
 Option window_option(std::int64_t fallback) {
-  // With a cache transformers keeps all tokens then, and generates another text than without.
+  // Refused at 1: with a cache transformers then keeps all tokens, and generates another text than
+  // without.
   return {.key = "sliding_window",
           .fallback = fallback,
           .least = 1,
@@ -375,8 +376,8 @@ Options options_of(const LlamaConfig& c) {
   return o;
 }
 
-// Mistral: Llama with a window on every block, which later models do without. With layer_types the
-// field says which blocks have it: AutoModelForCausalLM of transformers then makes a Ministral.
+// Mistral: Llama with a window on every block (later models have none). With layer_types the field
+// says which blocks have it: AutoModelForCausalLM of transformers then makes a Ministral.
 const Family& mistral() {
   static const Family family{
       .type = "mistral",
@@ -397,7 +398,7 @@ const Family& mistral() {
   return family;
 }
 
-// Mixtral: Mistral with several perceptrons in a block, of which a router chooses two for a token.
+// Mixtral: Mistral with several perceptrons in a block; a router chooses two for each token.
 const Family& mixtral() {
   static const Family family{
       .type = "mixtral",
@@ -520,8 +521,8 @@ const Family& qwen3() {
   return family;
 }
 
-// Phi-3: one matrix for queries, keys and values, one for gate and up; part of a head may be
-// rotated, and a long text has other frequencies.
+// Phi-3: one matrix for queries, keys and values, one for gate and up. Part of a head may be
+// rotated, and long texts may use other frequencies.
 const Family& phi3() {
   static const Family family{
       .type = "phi3",

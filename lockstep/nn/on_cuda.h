@@ -132,10 +132,10 @@ at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::
                            at::ScalarType wanted, const at::Tensor& accumulated);
 
 // Adds the gradients of the second and later micro-batches of a window inside the matrix product,
-// where autograd would write a product of its own and add that. In forward: remembers the leaf that
-// `weight` is, or is the transpose of. In backward: the leaf's .grad in the layout of `weight`, if
-// autograd would add to it in place now and nothing else waits for the gradient; otherwise
-// undefined.
+// where autograd would compute a product of its own and add that. Forward remembers the leaf that
+// `weight` is, or is the transpose of. Backward gets the leaf's .grad in the layout of `weight`, if
+// autograd would add to it in place now and nothing else waits for the gradient; otherwise an
+// undefined tensor.
 void remember_leaf(torch::autograd::AutogradContext* ctx, const std::string& name,
                    const at::Tensor& weight);
 at::Tensor accumulation_target(torch::autograd::AutogradContext* ctx, const std::string& name);

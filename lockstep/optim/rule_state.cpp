@@ -68,8 +68,8 @@ void Rule::refuse_option(std::string_view option) const {
 void Rule::refuse_other(std::string_view wanted) const {
   throw UsageError(
       rule_->name(),
-      "its options were asked for as those of {}. Ask for those of the rule that the group "
-      "was made with: optimizer.Optimizer::options(group).",
+      "its options are not {}'s. Ask for those of the rule that the group was made with: "
+      "optimizer.Optimizer::options(group).",
       wanted);
 }
 
