@@ -27,7 +27,7 @@ data::DatasetPtr make_dataset(std::int64_t samples) {
 void train(lockstep::World& world) {
   const int stages = world.size() > 1 ? 2 : 1;
   const lockstep::Mesh mesh(world, {{"pipeline", stages}, {"data", -1}});
-  const auto train_data = optim::with_seed(kSeed, [] { return make_dataset(1536); });
+  const auto train_data = optim::with_seed(kSeed, [] { return make_dataset(768); });
   const auto eval_data = optim::with_seed(kSeed + 1, [] { return make_dataset(96); });
   const models::GptConfig config{
       .n_layer = 4, .n_head = 2, .n_embd = 64, .vocab_size = kVocabulary, .n_positions = kLength};

@@ -17,7 +17,7 @@ GPT = "{name: gpt, n_layer: 3, n_head: 2, n_embd: 64, n_positions: 16, vocab_siz
 
 
 class Fsdp(TrainCase):
-    keys = {"max_steps": 12, "eval_steps": 6, "save_steps": 6}  # of the language model
+    keys = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # of the language model
 
     def test_has_the_bits_of_data_parallelism(self):
         self.config.write_text(WHOLE_VECTORS)
@@ -40,14 +40,13 @@ class Fsdp(TrainCase):
 
     def test_every_checkpoint_continues_everywhere(self):
         self.config.write_text(WHOLE_VECTORS)
-        whole, _ = self.run_with(2, "whole", "--fsdp", "full_shard", *EXACT)
+        runs = {words: self.run_with(2, words or "ddp", "--fsdp", words, *EXACT)[0]
+                for words in ("full_shard", "")}
         for before, after in (("full_shard", ""), ("", "full_shard"), ("full_shard",) * 2):
-            name = f"{before or 'ddp'}-{after or 'ddp'}"
-            first, _ = self.run_with(2, f"{name}-first", "--fsdp", before, *EXACT)
-            rest = self.place / name
-            copy_until(first, rest, STEP)
-            self.run_with(2, name, "--fsdp", after, "--resume", "auto", *EXACT)
-            self.assert_same(self.newest(whole), self.newest(rest))
+            rest = self.place / f"{before or 'ddp'}-{after or 'ddp'}"
+            copy_until(runs[before], rest, STEP)
+            self.run_with(2, rest.name, "--fsdp", after, "--resume", "auto", *EXACT)
+            self.assert_same(self.newest(runs["full_shard"]), self.newest(rest))
 
     def test_resumed_with_another_number_of_ranks(self):
         first, _ = self.run_with(2, "first", "--fsdp", "full_shard")
@@ -63,9 +62,9 @@ class Fsdp(TrainCase):
     # Casts of gathered weights are those of whole ones, also where a block runs again.
     def test_in_8_bits_it_has_the_bits_of_data_parallelism(self):
         self.use_model(GPT % "")
+        half, _ = self.run_with(2, "bf16", "--bf16", "true", *NO_CLIPPING)
         for recipe in ("tensorwise", "rowwise"):
             flags = ("--mixed_precision", "fp8", "--fp8", f"{{recipe: {recipe}}}", *NO_CLIPPING)
-            half, _ = self.run_with(2, f"bf16-{recipe}", "--bf16", "true", *NO_CLIPPING)
             plain, _ = self.run_with(2, f"ddp-{recipe}", "--shard_optimizer", "false", *flags)
             self.assertNotEqual(losses(half), losses(plain))  # 8 bits were there
             gloo = ("--ddp_backend", "gloo")  # weights travel: tensorwise in 8 bits

@@ -1,12 +1,13 @@
 """Adapters trained by `lockstep train`: stopped and resumed to the same bits, and read by PEFT."""
 
 import hashlib
-import importlib.util
 import json
-import sys
+import os
 import unittest
 
 from train_case import LOCKSTEP, TrainCase, checkpoints, copy_until, finished, losses
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 GPT = "model: {name: gpt, n_layer: 2, n_head: 2, n_embd: 32%s}\n"
 REST = """
@@ -29,6 +30,20 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidd
 FILES = ["SHA256SUMS", "adapter_config.json", "adapter_model.safetensors", "model_function.json",
          "optimizer.safetensors", "rng_state.safetensors", "sampler.json", "scheduler.json",
          "trainer_state.json", "training_args.json"]
+
+
+def imported_peft():
+    """torch, peft and transformers, whose import takes seconds: by the first test that needs them,
+    for all others, too."""
+    try:
+        # pylint: disable=import-outside-toplevel
+        import peft
+        import torch
+        import transformers
+    except ModuleNotFoundError as missing:
+        raise unittest.SkipTest(f"the interpreter has no {missing.name}") from missing
+    torch.set_num_threads(1)
+    return torch, peft, transformers
 
 
 class Lora(TrainCase):
@@ -82,10 +97,7 @@ class Lora(TrainCase):
         self.check_peft(base)
 
     def check_peft(self, base):
-        missing = [name for name in ("torch", "transformers", "peft")
-                   if importlib.util.find_spec(name) is None]
-        if missing:
-            self.skipTest(f"the interpreter has no {', '.join(missing)}")
+        torch, peft, _ = imported_peft()
         self.train(2, self.place / "out")
         newest = self.place / "out" / "checkpoint-12"
         config = json.loads((newest / "adapter_config.json").read_text())
@@ -93,24 +105,15 @@ class Lora(TrainCase):
         state = json.loads((newest / "trainer_state.json").read_text())
         wanted = next(e["eval_loss"] for e in state["log_history"]
                       if e["step"] == 12 and "eval_loss" in e)
-        # In a process of its own: the launcher's environment is not for torch.
-        program = """
-import sys, torch, peft, transformers
-model = peft.AutoPeftModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-# The rows that were held out: the last 12 of 33 tokens each.
-text = list(open(sys.argv[2], "rb").read()) + [256]
-rows = len(text) // 33
-held = torch.tensor(text[: rows * 33]).view(rows, 33)[rows - 400 // 33:]
-with torch.no_grad():
-    logits = model(input_ids=held[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.size(-1)),
-                                             held[:, 1:].reshape(-1))
-print(f"loss {loss.item()!r}")
-"""
-        done = finished([sys.executable, "-c", program, newest, self.place / "text"],
-                        HF_HUB_OFFLINE="1")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        loss = float(done.stdout.split("loss ")[-1])
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(newest).eval()
+        # The rows that were held out: the last 12 of 33 tokens each.
+        text = [*(self.place / "text").read_bytes(), 256]
+        rows = len(text) // 33
+        held = torch.tensor(text[:rows * 33]).view(rows, 33)[rows - 400 // 33:]
+        with torch.no_grad():
+            logits = model(input_ids=held[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.size(-1)),
+                                                 held[:, 1:].reshape(-1)).item()
         self.assertAlmostEqual(loss, wanted, delta=1e-5)
 
     def test_peft_finds_the_base_from_anywhere(self):
@@ -125,54 +128,51 @@ print(f"loss {loss.item()!r}")
 
     def test_an_adapter_is_merged_into_its_base(self):
         """To the model that PEFT's merge_and_unload() makes of the same folder."""
-        missing = [name for name in ("torch", "transformers", "peft")
-                   if importlib.util.find_spec(name) is None]
-        if missing:
-            self.skipTest(f"the interpreter has no {', '.join(missing)}")
-        program = """
-import pathlib, sys, torch, peft, transformers
-place, kind, dtype = pathlib.Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
-torch.manual_seed(1)
-small = dict(vocab_size=64, bos_token_id=None, eos_token_id=None)
-config = (transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16, **small)
-          if kind == "gpt2" else
-          transformers.LlamaConfig(num_hidden_layers=2, hidden_size=16, intermediate_size=24,
-                                   num_attention_heads=2, max_position_embeddings=16, **small))
-base = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-base.save_pretrained(place / "base")
-targets = ["c_attn", "mlp.c_proj"] if kind == "gpt2" else ["q_proj", "down_proj"]
-model = peft.get_peft_model(base, peft.LoraConfig(
-    r=3, lora_alpha=7, target_modules=targets, init_lora_weights=False, use_rslora=True,
-    fan_in_fan_out=kind == "gpt2", modules_to_save=["ln_f"] if kind == "gpt2" else ["norm"]))
-model.save_pretrained(place / "adapter")
-model.merge_and_unload().save_pretrained(place / "theirs")
-"""
-        compare = """
-import sys, torch, transformers
-ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(p, dtype="auto")
-                for p in sys.argv[1:3])
-assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
-a, b = ours.state_dict(), theirs.state_dict()
-assert a.keys() == b.keys()
-bound = 1e-6 if ours.dtype == torch.float32 else 2e-2
-for name in a: torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bound)
-"""
-        def run(*args):
-            done = finished([sys.executable, "-c", *args], HF_HUB_OFFLINE="1")
-            self.assertEqual(done.returncode, 0, done.stderr)
+        torch, peft, transformers = imported_peft()
+
+        def make(place, kind, dtype):
+            torch.manual_seed(1)
+            small = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": None}
+            config = (transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16,
+                                              **small)
+                      if kind == "gpt2" else
+                      transformers.LlamaConfig(num_hidden_layers=2, hidden_size=16,
+                                               intermediate_size=24, num_attention_heads=2,
+                                               max_position_embeddings=16, **small))
+            base = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+            base.save_pretrained(place / "base")
+            targets, kept = ((["c_attn", "mlp.c_proj"], ["ln_f"]) if kind == "gpt2" else
+                             (["q_proj", "down_proj"], ["norm"]))
+            model = peft.get_peft_model(base, peft.LoraConfig(
+                r=3, lora_alpha=7, target_modules=targets, init_lora_weights=False,
+                use_rslora=True, fan_in_fan_out=kind == "gpt2", modules_to_save=kept))
+            model.save_pretrained(place / "adapter")
+            model.merge_and_unload().save_pretrained(place / "theirs")
+
+        def compare(*folders):
+            ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+                            for folder in folders)
+            self.assertEqual(ours.dtype, theirs.dtype)
+            a, b = ours.state_dict(), theirs.state_dict()
+            self.assertEqual(a.keys(), b.keys())
+            bound = 1e-6 if ours.dtype == torch.float32 else 2e-2
+            for name in a:
+                torch.testing.assert_close(a[name], b[name], rtol=bound, atol=bound)
+
         def merge(*args):
             return finished([LOCKSTEP, "checkpoint", "merge", *args])
+
         for kind, dtype in (("gpt2", "float32"), ("llama", "float32"), ("llama", "bfloat16")):
             with self.subTest(kind=kind, dtype=dtype):
                 place = self.place / f"{kind}-{dtype}"
-                run(program, place, kind, dtype)
+                make(place, kind, getattr(torch, dtype))
                 (place / "base" / "tokenizer.json").write_text("{}")
                 # PEFT has not named the base of a model without a name.
                 self.assertIn("Name the base model's folder with --base",
                               merge(place / "adapter", place / "ours").stderr)
                 done = merge(place / "adapter", place / "ours", "--base", place / "base")
                 self.assertEqual(done.returncode, 0, done.stderr)
-                run(compare, place / "ours", place / "theirs")
+                compare(place / "ours", place / "theirs")
                 self.verify(place / "ours")
                 # What else a model's folder has goes with it.
                 self.assertEqual((place / "ours" / "tokenizer.json").read_text(), "{}")
