@@ -4,9 +4,9 @@
 // save (a checkpoint in the folder of $FOLDER);
 // enqueued and stuck, where all ranks have left an operation to a device: they compute, or wait in
 // the CUDA library of $CUDA_LIBRARY;
-// train N MS DIR 0|1 prints the processor time of a step of a Trainer, whose forward takes MS
-// milliseconds of it, and which records into DIR or does not; calls DIR what the parts of the
-// instruments take that cannot be switched off, and a line of the record.
+// train N DIR 0|1 prints the processor time of a step of a Trainer of N steps, which records into
+// DIR or does not; calls DIR what the parts of the instruments take that cannot be switched off,
+// and a line of the record.
 // Prints "<kind> at <seconds>" (CLOCK_MONOTONIC) when the rank begins to be bad.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -50,10 +50,10 @@ void burn(std::chrono::milliseconds time) {
   }
 }
 
-// Nanoseconds that this thread, or all of this process's, have had a core.
-std::int64_t processor_ns(clockid_t of) {
+// Nanoseconds that the threads of this process have had a core.
+std::int64_t processor_ns() {
   timespec used{};
-  ::clock_gettime(of, &used);
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
   return used.tv_sec * 1'000'000'000LL + used.tv_nsec;
 }
 }  // namespace
@@ -160,7 +160,7 @@ void train(World& world) {
 class StepCost : public lockstep::Observer {
  public:
   void on_step_end(lockstep::Event&) override {
-    last_ns_ = processor_ns(CLOCK_PROCESS_CPUTIME_ID);
+    last_ns_ = processor_ns();
     if (steps_++ == 0) first_ns_ = last_ns_;
   }
   double mean_ms() const { return 1e-6 * static_cast<double>(last_ns_ - first_ns_) / (steps_ - 1); }
@@ -170,28 +170,24 @@ class StepCost : public lockstep::Observer {
   int steps_ = 0;
 };
 
-// A Trainer whose forward costs equally much, with the exchanges, phases and logs of a real step.
+// A Trainer of a model that costs little, with the exchanges, phases and logs of a real step.
 void measure_trainer(World& world, char** argv) {
-  const std::int64_t compute_ns = 1'000'000LL * std::atoi(argv[3]);
   torch::nn::Sequential net(torch::nn::Linear(16, 64), torch::nn::Linear(64, 4));
   lockstep::TrainerTask task;
   task.module = net.ptr();
   task.loss = [&](const lockstep::data::Batch& batch) {
-    const std::int64_t end = processor_ns(CLOCK_THREAD_CPUTIME_ID) + compute_ns;
-    while (processor_ns(CLOCK_THREAD_CPUTIME_ID) < end) {
-    }
     return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
   };
   task.train_data = std::make_shared<lockstep::data::TensorDataset>(
       torch::randn({256, 16}), torch::randint(4, {256}, torch::kLong));
   lockstep::TrainingArguments a;
-  a.output_dir = argv[4];
+  a.output_dir = argv[3];
   a.max_steps = std::atoi(argv[2]);
   a.logging_steps = 20;
   a.save_strategy = lockstep::Interval::kNo;
   a.disable_tqdm = true;
   a.use_cpu = true;
-  a.record_run = std::atoi(argv[5]) != 0;
+  a.record_run = std::atoi(argv[4]) != 0;
   const auto cost = std::make_shared<StepCost>();
   lockstep::Trainer trainer(world, std::move(task), a);
   trainer.add(cost);

@@ -1,7 +1,7 @@
 """Real runs of two ranks with something wrong in them, and what `lockstep doctor --run` finds.
 
 Each cause is planted alone; the rule must be found, and the same run without it must not have it.
-A clean run has no findings at all: 20 s of it, and 5 minutes with LOCKSTEP_SOAK=1.
+A clean run has no findings at all: 12 s of it, and 5 minutes with LOCKSTEP_SOAK=1.
 """
 
 import json
@@ -189,7 +189,7 @@ class Resources(PlantedCase):
         hogs = [subprocess.Popen(["sh", "-c", "while :; do :; done"], preexec_fn=two_cores)
                 for _ in range(4)]
         try:
-            folder = self.train(300)
+            folder = self.train(200)
         finally:
             for hog in hogs:
                 hog.kill()
@@ -246,7 +246,7 @@ class Gpus(PlantedCase):
 
 class Clean(PlantedCase):
     def test_a_clean_run_has_no_findings(self):
-        wanted_s = 300 if SOAK else 20
+        wanted_s = 300 if SOAK else 12
         probe = self.report(self.train(40))
         step_s = max(rank["step_s"] for rank in probe["ranks"])
         with OtherPrograms() as others:

@@ -20,12 +20,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 20
+STEPS = 10
+OPTIMIZER_STEPS = 20
 MAX_WORLD = 4
 MAX_ACCUMULATE = 2
 BATCH = 4
 
-GPT = dict(n_layer=4, n_head=2, n_embd=32, vocab_size=61, n_positions=16)
+GPT = dict(n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,8 +336,9 @@ def make_optimizer_inputs(directory):
     for i, shape in enumerate(SHAPES):
         tensors[f"optim-param-{i}"] = torch.randn(shape)
         # Over several orders of magnitude, with exact zeros.
-        grad = torch.randn(STEPS, *shape) * torch.logspace(-6, 2, STEPS).view(-1, *[1] * len(shape))
-        tensors[f"optim-grad-{i}"] = torch.where(torch.rand(STEPS, *shape) < 0.1, 0.0, grad)
+        sizes = torch.logspace(-6, 2, OPTIMIZER_STEPS).view(-1, *[1] * len(shape))
+        grad = torch.randn(OPTIMIZER_STEPS, *shape) * sizes
+        tensors[f"optim-grad-{i}"] = torch.where(torch.rand(grad.shape) < 0.1, 0.0, grad)
     write_tensors(directory, tensors)
 
 
@@ -350,8 +352,8 @@ def run_optimizers(directory, out, device):
     for name, (kind, options) in OPTIMIZERS.items():
         parameters = [nn.Parameter(inputs[f"optim-param-{i}"].clone()) for i in range(len(SHAPES))]
         optimizer = kind(parameters, fused=True, **options)
-        for step in range(STEPS):
-            if step == STEPS // 2:
+        for step in range(OPTIMIZER_STEPS):
+            if step == OPTIMIZER_STEPS // 2:
                 optimizer.param_groups[0]["lr"] *= 0.25
             for i, parameter in enumerate(parameters):
                 parameter.grad = None

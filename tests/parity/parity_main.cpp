@@ -148,8 +148,9 @@ void write_tensors(const std::filesystem::path& directory, const Tensors& tensor
 using lockstep::models::Gpt;
 using lockstep::models::GptConfig;
 
-constexpr int kSteps = 20;
-const GptConfig kGpt{.n_layer = 4, .n_head = 2, .n_embd = 32, .vocab_size = 61, .n_positions = 16};
+constexpr int kSteps = 10;
+constexpr int kOptimizerSteps = 20;
+const GptConfig kGpt{.n_layer = 2, .n_head = 2, .n_embd = 32, .vocab_size = 61, .n_positions = 16};
 
 // One line of the cases file: name=value pairs, as Case.line() writes them.
 class Case {
@@ -310,8 +311,8 @@ void run_optimizer(const Tensors& inputs, const Options& options,
         inputs.at(fmt::format("optim-param-{}", i)).clone().set_requires_grad(true));
   }
   Optimizer optimizer{parameters, options};
-  for (int step = 0; step < kSteps; ++step) {
-    if (step == kSteps / 2) optimizer.options().lr *= 0.25;
+  for (int step = 0; step < kOptimizerSteps; ++step) {
+    if (step == kOptimizerSteps / 2) optimizer.options().lr *= 0.25;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const bool skipped = i == parameters.size() - 2 && step % 3 == 2;
       parameters[i].mutable_grad() =

@@ -61,7 +61,7 @@ BACKENDS = {2: ("shm", "gloo")}
 
 UNIT = 2.0 ** -24      # rounding of float32
 GRADIENT = 1.0         # no gradient entry is larger in these cases; checked on rank 0
-AMPLIFICATION = 10.0   # how far twenty steps may carry a first difference; see below
+AMPLIFICATION = 10.0   # how far all steps may carry a first difference; see below
 LOSS_ULPS = 16
 CANCELLATION = 100.0   # sum of |gradients| over |their sum|, for an entry that matters to AdamW
 
@@ -83,7 +83,7 @@ def tolerance(case, name, world):
     AdamW moves them by lr times a gradient over its own running size. That ratio changes by the
     relative difference, 2 (N - 1) u times the cancellation C of the sum: T lr 2 (N - 1) u C.
 
-    Weights that differ give gradients that differ; A says how much that adds in twenty steps.
+    Weights that differ give gradients that differ; A says how much that adds in all steps.
     An entry of NOISE differs by whole steps: 2 T lr. Nothing else depends on it.
 
     A loss differs by the weights' differences, which have random signs, times gradients that are
