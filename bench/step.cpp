@@ -287,9 +287,9 @@ std::vector<StepContender> make_contenders(World& shm, const StepSettings& setti
     return sharded->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
   };
   const auto state_sharded = [state, clip] {
-    const double norm = state->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
-    state->optimizer->zero_grad();  // the gradients that are written next are not clipped yet
-    return norm;
+    // They were written past their versions, and are not what the step before has clipped.
+    for (const auto& param : state->net.params) param.grad().unsafeGetTensorImpl()->bump_version();
+    return state->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
   };
   const auto replicated = [shm, shared, replica, clip]() mutable {
     average(shm, shared.flats);

@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::size_t kMaxLine = 1u << 20;
 constexpr std::size_t kMaxFirstLine = 4u << 10;  // before a peer has joined
-constexpr std::size_t kMaxUnsent = 16u << 20;
+constexpr std::size_t kMaxUnsentToNode = 16u << 20;
 
 void tune(int fd) {
   const auto set = [fd](int level, int option, int value) {
@@ -172,7 +172,7 @@ void Connection::write_some() {
       if (errno == EINTR) continue;
       // The event of the reading side reports an error, and the end of a peer that does not read.
       if (errno != EAGAIN) outgoing_.clear();
-      if (outgoing_.size() > kMaxUnsent) ::shutdown(socket_.get(), SHUT_RDWR);
+      if (outgoing_.size() > kMaxUnsentToNode) ::shutdown(socket_.get(), SHUT_RDWR);
       break;
     }
     outgoing_.erase(0, static_cast<std::size_t>(n));

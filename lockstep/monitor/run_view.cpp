@@ -52,8 +52,8 @@ void mark_failed(RunView& run) {
 }
 
 // A run that learns nothing runs on: its numbers say so, and nothing else does. Not among the rules
-// of diagnose(), since a record has times and no losses.
-std::optional<Finding> not_finite(const RunView& run) {
+// of diagnose(), since a record has times and no losses. `tolerated_skips`: at the newest line.
+std::optional<Finding> not_finite(const RunView& run, double tolerated_skips) {
   const Curve loss = curve_of(run.metrics, "loss");
   const Curve skipped = curve_of(run.metrics, "skipped_steps");
   const auto finite = [](const auto& point) { return std::isfinite(point.second); };
@@ -63,7 +63,7 @@ std::optional<Finding> not_finite(const RunView& run) {
   const double last =
       std::max(loss.empty() ? 0 : loss.back().first, skipped.empty() ? 0 : skipped.back().first);
   finding.evidence = fmt::format("{:.0f} of {:.0f} steps were skipped.", skips, last);
-  if (!skipped.empty() && skipped.back().first == last) {
+  if (!skipped.empty() && skipped.back().first == last && skipped.back().second > tolerated_skips) {
     finding.what = fmt::format(
         "At step {:.0f} the gradient was not finite: {:.0f} of the steps logged there were "
         "skipped.",
@@ -71,8 +71,8 @@ std::optional<Finding> not_finite(const RunView& run) {
   } else if (!loss.empty() && !finite(loss.back())) {
     const auto since = std::ranges::find_if(loss.rbegin(), loss.rend(), finite).base();
     finding.what = fmt::format("The loss is not finite since step {:.0f}.", since->first);
-    finding.evidence =
-        fmt::format("{} of {} logged losses are not finite.", loss.end() - since, loss.size());
+    finding.evidence = fmt::format("The last {} of {} logged losses are not finite.",
+                                   loss.end() - since, loss.size());
     finding.remedy =
         "a smaller learning rate; in a loop of your own step({.skip_non_finite = true}) leaves "
         "such steps out.";
@@ -123,7 +123,8 @@ void conclude(RunView& run) {
       if (all[i].steps > 0) add_point(run.step_ms, all[i].step, recent_step_ms(all.first(i + 1)));
   }
   run.findings = diagnose(*run.record);
-  if (auto finding = not_finite(run)) run.findings.insert(run.findings.begin(), *finding);
+  if (auto finding = not_finite(run, kSkipsOfAScale))
+    run.findings.insert(run.findings.begin(), *finding);
   run.verdict = verdict_of(run, enough_to_judge(*run.record));
 }
 
@@ -481,7 +482,7 @@ Node table_node(const std::optional<StallTable>& table) {
 }
 
 std::string trouble_of(const RunView& run) {
-  const auto finding = not_finite(run);
+  const auto finding = not_finite(run, 0);
   return finding ? finding->what + " Try " + finding->remedy : "";
 }
 

@@ -113,6 +113,7 @@ void KeptRows::remember() {
 // Memory of one's own may be written and restored, as it is in order to look at averages.
 bool KeptRows::written(const Kept& kept) const {
   const at::Tensor& tensor = kept.p->tensor;
+  if (!shared_ && !tensor.requires_grad()) return false;  // is neither stepped nor sent
   const bool counts = shared_ || !tensor.is_cpu();
   return (counts && tensor._version() != kept.version) || print_of(tensor) != kept.print;
 }

@@ -45,9 +45,9 @@ class KeptRows {
   void remember();
   // UsageError for a parameter that was given other memory, or that was written since then.
   void check() const;
-  // Before a backward. A single write is left to the step, where all ranks refuse it together;
-  // UsageError where parameters are written again after another backward, in a loop that never
-  // steps them with our optimizer.
+  // Before a backward. A single write is left to the step, where with kState all ranks refuse it
+  // together. UsageError where parameters are written again after another backward, in a loop that
+  // never steps them with our optimizer.
   void check_backward();
   // Takes values over that were loaded into other memory. Every rank has the same values. No
   // collective.

@@ -54,7 +54,8 @@ struct FullyShardOptions {
   // With kGradients and kState parameters are whole between uses, too: a step ends with the
   // exchange of the rows that ranks have stepped. kGradients averages gradients as
   // reduce_every_backward says; with kState they are this rank's own and whole until the step,
-  // which averages them, so that accumulation communicates once; a rank without a pass adds zeros.
+  // which averages them, so that accumulation communicates once; a rank without a pass adds zeros,
+  // unless the model has buffers, which the last backward of each rank broadcasts.
   // Both need `param_dtype` unset, no offload, and one rank along "tensor" and "pipeline".
   Shard shard = Shard::kAll;
   // False: a block stays gathered from forward to backward. Less communication, more memory. With

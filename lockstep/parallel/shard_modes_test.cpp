@@ -351,6 +351,20 @@ TEST_P(ShardModesTest, GradientsThatStayAreClipped) {
   });
 }
 
+// Where ranks share memory, .grad stays whole, so that a program may assign another one.
+TEST(ShardModes, AGradientThatIsAssignedIsNotClipped) {
+  testing::run_on_mesh({{"shard", 2}}, [](const Mesh& mesh) {
+    Rank rank(mesh, optim::SGDOptions{.lr = 0.1}, {.shard = Shard::kState});
+    rank.backward(0);
+    rank.optimizer->step({.max_grad_norm = 1e-3});
+    const torch::NoGradGuard no_grad;
+    const at::Tensor before = rank.net.last->weight.detach().clone();
+    for (at::Tensor& p : rank.net.trained()) p.mutable_grad() = at::ones_like(p);
+    rank.optimizer->step();
+    expect_close(rank.net.last->weight.detach(), before - 0.1);
+  });
+}
+
 // As if its loss had been zero; and so in a step for which no rank has a pass.
 TEST_P(ShardModesTest, ARankWithoutAPassAddsZeros) {
   on_ranks([](const Mesh& mesh) {

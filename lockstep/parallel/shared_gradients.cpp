@@ -92,11 +92,21 @@ void SharedGradients::make_room(const at::Tensor& flags) {
   world_.all_reduce(at::zeros({1}, at::kByte), ReduceOp::kMax).wait();
 }
 
+void SharedGradients::scale(std::size_t parameter, double factor) {
+  const at::Tensor& grad = model_[parameter].tensor.grad();
+  if (!grad.defined()) return;
+  Scale& scale = scales_[parameter];
+  if (scale.is_of(grad)) factor *= scale.factor;
+  scale = {factor, grad.unsafeGetTensorImpl(), static_cast<std::uint32_t>(grad._version())};
+}
+
+// A gradient that was assigned or written since is not the one that was scaled.
 void SharedGradients::apply_scales() {
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < model_.size(); ++i)
-    if (const at::Tensor& grad = model_[i].tensor.grad(); scales_[i] != 1 && grad.defined())
-      at::Tensor(grad).mul_(scales_[i]);
+    if (const at::Tensor& grad = model_[i].tensor.grad();
+        scales_[i].factor != 1 && grad.defined() && scales_[i].is_of(grad))
+      at::Tensor(grad).mul_(scales_[i].factor);
   forget_scales();
 }
 

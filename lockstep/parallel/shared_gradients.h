@@ -46,9 +46,9 @@ class SharedGradients final : public BackwardListener,
   void make_room(const at::Tensor& flags);
   // A step has used multiples of this rank's gradient: those that remain are these, and multiplied
   // when they are next used, if they are.
-  void scale(std::size_t parameter, double factor) { scales_[parameter] *= factor; }
+  void scale(std::size_t parameter, double factor);
   void apply_scales();
-  void forget_scales() { scales_.assign(model_.size(), 1); }
+  void forget_scales() { scales_.assign(model_.size(), {}); }
   // Each rank's gradient of these elements, flat.
   std::vector<at::Tensor> parts(std::size_t parameter, std::int64_t begin,
                                 std::int64_t count) const;
@@ -77,7 +77,15 @@ class SharedGradients final : public BackwardListener,
     std::int64_t offset = 0;
   };
   std::vector<Place> places_;
-  std::vector<double> scales_;
+  struct Scale {
+    double factor = 1;
+    const at::TensorImpl* gradient = nullptr;  // which it is of, as it was then
+    std::uint32_t version = 0;
+    bool is_of(const at::Tensor& grad) const {
+      return grad.unsafeGetTensorImpl() == gradient && grad._version() == version;
+    }
+  };
+  std::vector<Scale> scales_;
 };
 
 }  // namespace lockstep::parallel

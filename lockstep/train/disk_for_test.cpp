@@ -33,9 +33,11 @@ extern "C" int fsync(int fd) {
   auto& disk = lockstep::train::disk();
   if (lockstep::train::is_for(fd, disk.slow_for)) {
     disk.slow_for = nullptr;
+    ++disk.slow_now;
     const auto begin = std::chrono::steady_clock::now();
     while (std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(disk.slow_ms))
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    --disk.slow_now;
   }
   if (!lockstep::train::is_for(fd, disk.fails_for)) return 0;
   errno = disk.error;

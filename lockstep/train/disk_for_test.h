@@ -21,6 +21,7 @@ struct DiskForTest {
   std::atomic<int> error{ENOSPC};
   std::atomic<const char*> slow_for{nullptr};  // once: cleared when it has been slow
   std::atomic<int> slow_ms{0};                 // 0 ends what is slow now
+  std::atomic<int> slow_now{0};
 };
 
 DiskForTest& disk();

@@ -206,7 +206,11 @@ std::int64_t sum_of_bits(const at::Tensor& tensor) {
                               : bytes == 2 ? at::kShort
                               : bytes == 4 ? at::kInt
                                            : at::kLong;
-  return tensor.detach().flatten().view(type).sum(at::kLong).item<std::int64_t>();
+  constexpr std::int64_t kAtOnce = 1 << 24;  // the sum converts them to 64 bits
+  std::int64_t sum = 0;
+  for (const at::Tensor& some : tensor.detach().flatten().view(type).split(kAtOnce))
+    sum += some.sum(at::kLong).item<std::int64_t>();
+  return sum;
 }
 
 // A line for each trained parameter, with its sum. Empty where a wrapper keeps replicas equal, or

@@ -675,6 +675,7 @@ TEST(AsyncSaver, WithoutACopyAStuckSaveEndsTheWaitForIt) {
   }
   disk().slow_for = nullptr;
   disk().slow_ms = 0;
+  while (disk().slow_now > 0) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::seconds(1));  // its thread ends by itself
 }
 
@@ -700,6 +701,7 @@ TEST(AsyncSaver, ASaveThatMakesNoProgressIsAbandoned) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(300));
   disk().slow_for = nullptr;
   disk().slow_ms = 0;
+  while (disk().slow_now > 0) std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::seconds(1));  // its thread ends by itself
 }
 

@@ -13,9 +13,9 @@ LLAMA = {"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermedi
          "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
          "max_position_embeddings": 16, "tie_word_embeddings": False}
 PLAIN = ("--shard_optimizer", "false")
+SHARED = "parameters without slices identical on"
 # Sums of 64 terms in another order are wrong by 4e-6 of them; a few steps of AdamW, whose sizes do
 # not depend on a gradient's, may make ten times that of it. A wrong slice gives percents.
-SHARED = "parameters without slices identical on"
 CLOSE = 1e-4
 CLOSE_BF16 = 1e-2  # a rounding to 8 bits is 4e-3, of every activation
 CLOSE_FP8 = 1e-1   # to 4 and 3 bits: 6e-2 and 1.2e-1 of every element, of which products are means
@@ -136,11 +136,9 @@ class Tensor(TrainCase):
         self.run_with(4, rest.name, "--resume", "auto", *PLAIN)
         self.assert_close(plain, rest)
         # With as many ranks as slices a host has one copy, and nothing is divided there.
-        short = ("--max_steps", 4)
-        said = self.on_two_hosts(2, self.place / "copy", "--fsdp", "hybrid_shard", *tensor(2),
-                                 *short)
+        said = self.on_two_hosts(2, self.place / "copy", "--fsdp", "hybrid_shard", *tensor(2))
         self.assertIn("fully sharded over 1 rank, in slices on 2 tensor parallel ranks", said[0])
-        plain, _ = self.run_with(2, "plain-2", *PLAIN, *short)
+        plain, _ = self.run_with(2, "plain-2", *PLAIN)
         self.assert_close(plain, self.place / "copy")
 
     def test_every_checkpoint_continues_everywhere(self):
