@@ -61,7 +61,7 @@ TEST(Tensors, Refusals) {
   EXPECT_THAT(refused(torch::zeros({2, 3}).t()),
               HasSubstr("tensor 'w' cannot be written as it is"));
   EXPECT_THAT(refused(at::Tensor()), HasSubstr("Pass tensor.contiguous().cpu()"));
-  EXPECT_THAT(refused(torch::zeros({2}, torch::kComplexDouble)), HasSubstr("have no place"));
+  EXPECT_THAT(refused(torch::zeros({2}, torch::kComplexDouble)), HasSubstr("has no type"));
 }
 
 }  // namespace
