@@ -2,8 +2,6 @@
 import array
 import json
 import os
-import pty
-import select
 import struct
 import subprocess
 import tempfile
@@ -215,24 +213,6 @@ class Data(unittest.TestCase):
         text = self.succeed("inspect", path)
         self.assertIn("1 chats with 2 messages, 2 at most", text)
         self.assertIn("----\nuser: one\nassistant: [two]\n----", text)
-
-    def test_a_terminal_gets_a_bar(self):
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen([LOCKSTEP, "data", "tokenize", "--output", self.path("out"),
-                                    self.path("in")], stderr=theirs, stdout=subprocess.DEVNULL)
-        os.close(theirs)
-        seen = b""
-        while select.select([ours], [], [], 60)[0]:
-            try:
-                chunk = os.read(ours, 4096)
-            except OSError:  # the other end is closed
-                break
-            if not chunk:
-                break
-            seen += chunk
-        os.close(ours)
-        self.assertEqual(process.wait(60), 0)
-        self.assertRegex(seen.decode(), r"\[#{30}\] 100 %  2319 tokens")
 
     def test_mistakes(self):
         self.assertIn("usage: lockstep data", self.refuse())
