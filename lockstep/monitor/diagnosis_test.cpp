@@ -742,7 +742,7 @@ TEST(NotFinite, LossesAndSkippedStepsAreFound) {
               AllOf(HasSubstr("not-finite: The loss is not finite since step 400."),
                     HasSubstr("Evidence: The last 2 of 5 logged losses are not finite."),
                     HasSubstr("Change: a smaller learning rate; "), HasSubstr("skip_non_finite")));
-  EXPECT_THAT(logged({{"loss", {nan}}}), HasSubstr("since step 100. Evidence: 1 of 1 "));
+  EXPECT_THAT(logged({{"loss", {nan}}}), HasSubstr("since step 100. Evidence: The last 1 of 1 "));
   EXPECT_EQ(logged({{"loss", {3, nan, 2}}}), "") << "it is finite again";
   EXPECT_THAT(logged({{"loss", {3, 2}}, {"skipped_steps", {0, 100}}}),
               AllOf(HasSubstr("At step 200 the gradient was not finite: 100 of the steps"),
