@@ -153,6 +153,16 @@ Process start(const std::string& script) {
   return start_process(request);
 }
 
+TEST(Process, SaysHowItEnded) {
+  Process one = start("exit 7");
+  EXPECT_EQ(wait_for(one)->text(), "exited with code 7");
+  EXPECT_FALSE(one.alive());
+  Process two = start("kill -TERM $$");
+  const auto ending = wait_for(two);
+  EXPECT_EQ(ending->text(), "killed by SIGTERM");
+  EXPECT_EQ(ending->exit_code(), 143);
+}
+
 TEST(Process, LeadsASessionAndFeelsGroupSignals) {
   Process process = start("sleep 300 & wait");
   EXPECT_EQ(session_of(process.pid()), process.pid());

@@ -1,5 +1,5 @@
-// Digests, files, event records and safetensors. tests/io compares records and files with the
-// packages of their formats.
+// Digests, files, event records and safetensors. tests/io compares event records with TensorBoard's
+// reader and files with the safetensors package.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -47,6 +47,12 @@ TEST(Sha256, DoesNotDependOnHowTheBytesArrive) {
     }
     ASSERT_EQ(sum.finish(), sha256(bytes_of(bytes)));
   }
+}
+
+TEST(Crc32c, KnownValues) {
+  EXPECT_EQ(crc32c(bytes_of("")), 0u);
+  EXPECT_EQ(crc32c(bytes_of("123456789")), 0xe3069283u);
+  EXPECT_EQ(crc32c(bytes_of(std::string(32, '\0'))), 0x8a9136aau);
 }
 
 TEST(File, WritesAndReadsAndKnowsItsDigest) {

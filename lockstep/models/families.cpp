@@ -48,7 +48,7 @@ void check_rms_sizes(std::string_view family, const Options& o) {
   }
 }
 
-// A size that is derived if null: the number of key and value heads, the width of a head.
+// A count that config.json may leave null, which means that it follows from other fields.
 Option count_option(std::string_view key, std::int64_t fallback) {
   return {.key = key, .fallback = fallback, .least = 1, .null = std::int64_t{0}};
 }

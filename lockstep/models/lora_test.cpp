@@ -81,12 +81,24 @@ TEST(Linear, ComputesInBothLayouts) {
     EXPECT_TRUE(torch::allclose(plain(x), turned(x), 1e-5, 1e-6));
     EXPECT_EQ(turned(x).sizes(), plain(x).sizes());
   }
-  plain->attach_lora({.r = 3, .scaling = 1});
-  EXPECT_EQ(plain(torch::randn({0, 6})).sizes(), (at::IntArrayRef{0, 4}));
   EXPECT_EQ(Linear(LinearOptions(6, 4).bias(false))->named_parameters().size(), 1u);
   EXPECT_EQ(Linear(LinearOptions(6, 4).deviation(0))->weight.abs().sum().item<double>(), 0);
   EXPECT_THAT(message_of([] { Linear bad(LinearOptions(0, 4)); }),
               HasSubstr("[linear] a layer of 0 inputs and 4 outputs"));
+}
+
+TEST(Linear, AddsWhatTheAdapterComputes) {
+  for (const WeightLayout layout : {WeightLayout::kOutIn, WeightLayout::kInOut}) {
+    torch::manual_seed(3);
+    Linear linear(LinearOptions(6, 4).layout(layout));
+    const at::Tensor x = torch::randn({2, 5, 6});
+    const at::Tensor base = linear(x);
+    linear->attach_lora({.r = 3, .scaling = 0.5});
+    const at::Tensor sum = base + 0.5 * torch::linear(torch::linear(x, linear->lora_A->weight),
+                                                      linear->lora_B->weight);
+    EXPECT_LT(distance(linear(x), sum), 1e-6);
+    EXPECT_EQ(linear(torch::randn({0, 6})).sizes(), (at::IntArrayRef{0, 4}));
+  }
 }
 
 TEST(Linear, DropsInputsOfTheAdapterWhileItTrains) {
@@ -220,6 +232,21 @@ TEST(Lora, HasPeftsNamesAndStartsAsTheBase) {
 
 std::vector<std::string> chosen(const LoraConfig& config) {
   return LoraTargets(config).select(linear_layers(FamilyConfig(kAdapted).spec()));
+}
+
+TEST(Lora, ScalesByRankAndPattern) {
+  const LoraTargets targets({.r = 8,
+                             .lora_alpha = 16,
+                             .target_modules = "all-linear",
+                             .rank_pattern = {{"mlp.c_proj", 4}, {R"(.*\.0\.attn\..*)", 2}},
+                             .alpha_pattern = {{"c_fc", 4}}});
+  EXPECT_EQ(targets.rank("transformer.h.0.mlp.c_proj"), 4);
+  EXPECT_EQ(targets.rank("transformer.h.0.attn.c_proj"), 2);
+  EXPECT_EQ(targets.rank("transformer.h.1.attn.c_proj"), 8);
+  EXPECT_EQ(targets.scaling("transformer.h.0.mlp.c_proj"), 4);
+  EXPECT_EQ(targets.scaling("transformer.h.1.mlp.c_fc"), 0.5);
+  const LoraTargets stable({.r = 16, .lora_alpha = 8, .use_rslora = true});
+  EXPECT_EQ(stable.scaling("x"), 2);
 }
 
 TEST(Lora, ChoosesLayersAsPeftDoes) {

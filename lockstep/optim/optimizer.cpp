@@ -91,7 +91,8 @@ std::vector<Batch> gather(std::string_view who, const std::vector<at::Tensor>& p
     at::Tensor grad = param.grad();
     if (!grad.defined()) continue;
     check_steppable(who, param, grad);
-    // CPU kernels walk the memory of both and ignore strides, lazy negation and lazy zeros.
+    // CPU kernels read the memory of parameter and gradient as it lies: no strides, no lazy
+    // negation, no zero tensors without memory.
     if (!same_layout(param, grad) || grad.is_neg() || grad._is_zerotensor())
       grad = at::empty_like(param).copy_(grad);
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) {

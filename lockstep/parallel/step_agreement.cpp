@@ -27,8 +27,8 @@ void each_flag(std::string_view name, bool& flag, const Body& body) {
 const char* advice_on(const std::string& setting) {
   if (setting.starts_with("lr"))
     return "Perhaps one of the two skipped a step() that the other took (a batch it skipped on "
-           "its "
-           "own), or its schedule counts its own batches. Call step() equally often on every rank "
+           "its own), or its schedule counts its own batches. Call step() equally often on every "
+           "rank "
            "(skip_non_finite leaves one out on all), and let schedules count steps.";
   if (setting.starts_with("loss_scale"))
     return "Perhaps one rank changed its scale because of an inf or nan that it alone has seen. "

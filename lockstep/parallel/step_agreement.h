@@ -1,6 +1,7 @@
-// StepAgreement: what the ranks of a divided optimizer agree on before anything is changed. What
-// one refuses all refuse, and options differ nowhere: each rank steps its share by its own, and
-// since all get the result, nothing would ever show it.
+// StepAgreement: what the ranks of a divided optimizer agree on before a step changes anything. If
+// one rank refuses the step, all throw. Options that differ between ranks are refused as well: each
+// rank steps its share with its own options, and every rank receives the result, so that parameters
+// would be equal everywhere and wrong.
 //
 //   StepAgreement agreement(world, optimizer, "fully_shard");
 //   agreement.settings = StepSettings::of(options);
@@ -53,8 +54,8 @@ class StepAgreement {
   // For the making of the optimizer, with a line for each parameter. UsageError on every rank where
   // one refuses, or where they differ. Collective.
   void agree_on_making(const std::exception_ptr& refusal, const std::string& parameters);
-  // For a step: `flags` with each one's greatest value over ranks. Nobody waits for more than this
-  // one message where all agree. Otherwise UsageError on every rank. Collective.
+  // For a step: the maximum of each flag over ranks, by one all-reduce where all ranks agree.
+  // UsageError on every rank where they do not. Collective.
   at::Tensor exchange(const Check& check, const at::Tensor& flags);
   // What a rank that refuses sends in exchange().
   static at::Tensor refusal_message(std::int64_t flags);

@@ -200,7 +200,7 @@ TEST(MemoryLimits, ControlGroupsHoldWhatAllTheirRanksNeed) {
 
 // ---------------------------------------------------------------- rendezvous
 
-// Changes what one rank writes, as if it were elsewhere.
+// Replaces text in the values that one rank publishes, to simulate another host or user.
 class LyingStore final : public KeyValueStore {
  public:
   LyingStore(KeyValueStore& kv, std::string from, std::string to)
