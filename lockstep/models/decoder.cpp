@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 #include <utility>
@@ -94,22 +95,35 @@ at::Tensor project_out(Linear layer, const nn::Fp8Input& x, const Pass& pass, bo
   return leave(y, with_bias ? layer->bias : at::Tensor(), pass);
 }
 
+// Layers of one input whose weights can be rows of one matrix.
+bool can_stack(const std::vector<Linear>& layers) {
+  return layers.size() > 1 && std::ranges::all_of(layers, [&](const Linear& layer) {
+           return !layer->has_lora() && !layer->stored_fp8() &&
+                  layer->bias.defined() == layers.front()->bias.defined() &&
+                  layer->options.layout() == WeightLayout::kOutIn;
+         });
+}
+
 // Whether fp8 computes several projections as one product, for which their input is cast once.
 bool joins_in_fp8(const std::vector<Linear>& layers) {
-  if (layers.size() < 2) return false;
+  if (!can_stack(layers) || !std::ranges::all_of(layers, slices_equally)) return false;
   std::vector<at::Tensor> weights;
-  for (const Linear& layer : layers) {
-    const bool biased = layer->bias.defined() == layers.front()->bias.defined();
-    if (layer->has_lora() || layer->stored_fp8() || !biased || !slices_equally(layer) ||
-        layer->options.layout() != WeightLayout::kOutIn)
-      return false;
-    weights.push_back(layer->weight);
-  }
+  for (const Linear& layer : layers) weights.push_back(layer->weight);
   return nn::fp8_covers(weights);
 }
 
+// Whether projections are computed as one product. In half precision that pays on a GPU where some
+// are narrow, as those of keys and values that heads share, and where the weights are converted,
+// and so copied, in any case. Products that are wide by themselves are faster apart.
 bool are_joined(const std::vector<Linear>& layers, const Pass& pass) {
-  return pass.fp8 && joins_in_fp8(layers);
+  constexpr std::int64_t kNarrow = 1024;
+  if (pass.fp8) return joins_in_fp8(layers);
+  const auto converted = [&](const Linear& layer) {
+    return layer->weight.is_cuda() && layer->weight.scalar_type() == at::kFloat;
+  };
+  const auto narrow = [](const Linear& layer) { return layer->weight.size(0) <= kNarrow; };
+  return pass.fused && pass.type != at::kFloat && can_stack(layers) &&
+         std::ranges::all_of(layers, converted) && std::ranges::any_of(layers, narrow);
 }
 
 // As nn::Block::products(). Slices of unequal widths are not computed in fp8 and are not listed.
@@ -134,6 +148,8 @@ nn::Fp8Input project_joined(const std::vector<Linear>& layers, const nn::Fp8Inpu
     if (layer->bias.defined()) biases.push_back(layer->bias);
   }
   const at::Tensor bias = biases.empty() ? at::Tensor() : torch::cat(biases);
+  if (!pass.fp8 && gated) return nn::swiglu(nn::linear(x.values, weights, bias));
+  if (!pass.fp8) return nn::linear(x.values, weights, bias);
   if (gated) return nn::fp8_swiglu(fp8_input(x), weights, bias, *pass.fp8);
   return nn::fp8_linear(fp8_input(x), weights, bias, *pass.fp8);
 }

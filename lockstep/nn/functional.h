@@ -82,6 +82,9 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
 
 // x weight^T + bias, weight [out, in]; pass weight.t() for one that is stored [in, out].
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+// Several layers of one input as one product; their outputs and their biases are side by side.
+at::Tensor linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                  const at::Tensor& bias);
 
 // gelu(x fc_weight^T + fc_bias) out_weight^T + out_bias with the tanh form of GELU. `out_bias` is
 // optional: add_layer_norm can add it.

@@ -178,17 +178,23 @@ at::Tensor affine(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                         : at::mm(x, weight.t());
 }
 
+// One product for all weights of an input: their outputs are side by side.
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
+  // `weight_used` and `bias_used` are those of all weights, one below the other, in x's type.
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList weights,
                             const at::Tensor& bias_or_none, const at::Tensor& weight_used,
                             const at::Tensor& bias_used) {
     const detail::NoAutocast no_autocast;
-    const at::Tensor bias = detail::from_none(bias_or_none);
     ctx->save_for_backward({x, weight_used});
-    detail::remember_leaf(ctx, "leaf", weight);
-    detail::save_type(ctx, "weight_type", weight);
-    detail::save_type(ctx, "bias_type", bias);
+    std::vector<std::int64_t> widths;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      detail::remember_leaf(ctx, detail::leaf_name(i), weights[i]);
+      widths.push_back(weights[i].size(0));
+    }
+    ctx->saved_data["widths"] = widths;
+    detail::save_type(ctx, "weight_type", weights.front());
+    detail::save_type(ctx, "bias_type", detail::from_none(bias_or_none));
     return with_last(affine(detail::flat(x), weight_used, detail::from_none(bias_used)), x);
   }
 
@@ -196,14 +202,27 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const detail::NoAutocast no_autocast;
     const auto saved = ctx->get_saved_variables();
     const at::Tensor x = detail::flat(saved[0]), dy = detail::flat(grads[0]).contiguous();
-    at::Tensor dx, dweight, dbias;
-    if (ctx->needs_input_grad(0)) dx = at::mm(dy, saved[1]).view(saved[0].sizes());
-    if (ctx->needs_input_grad(1)) {
-      dweight = detail::weight_gradient(dy, x, saved[1], detail::saved_type(ctx, "weight_type"),
-                                        detail::accumulation_target(ctx, "leaf"));
+    const auto widths = ctx->saved_data["widths"].toIntVector();
+    variable_list result(1);
+    if (ctx->needs_input_grad(0)) result[0] = at::mm(dy, saved[1]).view(saved[0].sizes());
+    std::int64_t first = 0;
+    for (std::size_t i = 0; i < widths.size(); ++i) {
+      const auto part = [&](const at::Tensor& t, int dimension) {
+        return widths.size() == 1 ? t : t.narrow(dimension, first, widths[i]);
+      };
+      at::Tensor dweight;
+      if (ctx->needs_input_grad(1 + i))
+        dweight = detail::weight_gradient(part(dy, 1), x, part(saved[1], 0),
+                                          detail::saved_type(ctx, "weight_type"),
+                                          detail::accumulation_target(ctx, detail::leaf_name(i)));
+      result.push_back(dweight);
+      first += widths[i];
     }
-    if (ctx->needs_input_grad(2)) dbias = bias_gradient(dy, detail::saved_type(ctx, "bias_type"));
-    return {dx, dweight, dbias, {}, {}};
+    const bool wants_dbias = ctx->needs_input_grad(1 + widths.size());
+    result.push_back(wants_dbias ? bias_gradient(dy, detail::saved_type(ctx, "bias_type"))
+                                 : at::Tensor());
+    result.insert(result.end(), 2, at::Tensor());
+    return result;
   }
 };
 
@@ -492,8 +511,31 @@ std::int64_t last_of(const at::Tensor& x) {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   constexpr const char* kWho = "linear";
   check_linear(kWho, x, last_of(x), weight, bias);
-  return LinearFunction::apply(x, weight, detail::or_none(bias),
+  return LinearFunction::apply(x, at::TensorList(weight), detail::or_none(bias),
                                detail::weight_for(kWho, x, weight),
+                               detail::or_none(bias_for(x, bias)));
+}
+
+at::Tensor linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                  const at::Tensor& bias) {
+  constexpr const char* kWho = "linear";
+  detail::require(!weights.empty(), kWho, "a weight is needed", x);
+  if (weights.size() == 1) return linear(x, weights.front(), bias);
+  std::int64_t out = 0;
+  for (const at::Tensor& weight : weights) {
+    check_linear(kWho, x, last_of(x), weight, {});
+    detail::require(weight.dtype() == weights.front().dtype(), kWho,
+                    "all weights must have one dtype", weights.front(), weight);
+    out += weight.size(0);
+  }
+  const at::Tensor used = at::empty({out, weights.front().size(1)}, x.options());
+  std::int64_t first = 0;
+  for (const at::Tensor& weight : weights) {
+    used.narrow(0, first, weight.size(0)).copy_(weight.detach());
+    first += weight.size(0);
+  }
+  check_linear(kWho, x, last_of(x), used, bias);
+  return LinearFunction::apply(x, at::TensorList(weights), detail::or_none(bias), used,
                                detail::or_none(bias_for(x, bias)));
 }
 

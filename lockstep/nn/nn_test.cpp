@@ -347,6 +347,39 @@ TEST(Linear, FloatWeightsWithBfloat16InputsAndGradientsAddedToABuffer) {
   expect_close(w.grad(), want, 1e-6, "float gradient of bfloat16 tensors");
 }
 
+// Whole numbers, whose products have the same sums in any order.
+TEST(Linear, SeveralWeightsAreOneProduct) {
+  torch::manual_seed(7);
+  const auto whole = [](at::IntArrayRef shape, at::ScalarType type) {
+    return torch::randint(-3, 4, shape).to(type);
+  };
+  const auto x = whole({2, 5, 8}, at::kBFloat16), dy = whole({2, 5, 24}, at::kBFloat16);
+  std::vector<at::Tensor> weights;
+  for (const int width : {8, 12, 4}) weights.push_back(whole({width, 8}, at::kFloat));
+  const auto bias = whole({24}, at::kFloat);
+  std::vector<at::Tensor> leaves{x, bias};
+  leaves.insert(leaves.end(), weights.begin(), weights.end());
+  for (at::Tensor& leaf : leaves) leaf.set_requires_grad(true);
+  const auto apart = [&] {
+    std::vector<at::Tensor> parts;
+    std::int64_t first = 0;
+    for (const at::Tensor& w : weights) {
+      parts.push_back(nn::linear(x, w, bias.narrow(0, first, w.size(0))));
+      first += w.size(0);
+    }
+    return at::cat(parts, -1);
+  };
+  const auto joined = nn::linear(x, weights, bias);
+  EXPECT_TRUE(torch::equal(joined, apart()));
+  const auto want = torch::autograd::grad({apart()}, leaves, {dy});
+  const auto have = torch::autograd::grad({joined}, leaves, {dy});
+  for (std::size_t i = 0; i < leaves.size(); ++i) EXPECT_TRUE(torch::equal(have[i], want[i])) << i;
+  for (int pass = 1; pass <= 3; ++pass) {
+    nn::linear(x, weights, bias).backward(dy);
+    EXPECT_TRUE(torch::equal(weights[1].grad(), want[3] * pass));
+  }
+}
+
 // The second backward adds to the .grad that is there, on a GPU inside the product; hooks and
 // autograd::grad() get what autograd would give them.
 TEST(Linear, LaterGradientsAreAddedInPlace) {

@@ -36,6 +36,8 @@ using Key = std::vector<std::int64_t>;
 
 // Remembered shapes and variants; each holds its inputs. Others run uncaptured.
 constexpr std::size_t kMaxEntries = 64;
+// Calls after which a variant that did not come again is no longer waited for.
+constexpr std::int64_t kMaxWait = 1024;
 // Recordings of one entry. Where gradients move in every window, recording again does not help.
 constexpr int kMaxRecordings = 4;
 // What passes count in the ledger. Other threads may count other things while one is recorded.
@@ -111,6 +113,7 @@ struct CapturedStep::Impl {
   };
   struct Entry {
     int runs = 0;  // uncaptured, since a graph was recorded or replayed
+    std::int64_t last_call = 0;
     int recordings = 0;
     std::unique_ptr<cuda::Graph> graph{};
     Tensors inputs{}, outputs{};
@@ -134,6 +137,7 @@ struct CapturedStep::Impl {
   std::optional<c10::Stream> side{};         // captures and what precedes them
   std::deque<lockstep::Work> under_way{};    // replays of several ranks
   bool replayed = false;
+  std::int64_t calls = 0;
   bool full = false;  // no more entries; logged once
   std::string unavailable{};
 
@@ -172,10 +176,12 @@ struct CapturedStep::Impl {
   }
 
   // The entry for these shapes and this variant; null when there are too many.
-  Entry* entry_for(const Tensors& inputs, int variant) {
-    Key key = key_of(inputs, variant);
-    if (const auto at = entries.find(key); at != entries.end()) return &at->second;
-    if (entries.size() < kMaxEntries) return &entries[std::move(key)];
+  Entry* entry_for(const Key& key) {
+    if (const auto at = entries.find(key); at != entries.end() || entries.size() < kMaxEntries) {
+      Entry& entry = at != entries.end() ? at->second : entries[key];
+      entry.last_call = ++calls;
+      return &entry;
+    }
     if (!std::exchange(full, true))
       log::warning("CapturedStep",
                    "inputs have come in more than {} shapes: others run without a CUDA graph. "
@@ -233,13 +239,24 @@ struct CapturedStep::Impl {
     return outputs;
   }
 
+  // A graph keeps the memory of its pass. The variants of a window are recorded in one window, so
+  // that none of them runs uncaptured, with as much memory again, beside another one's graph.
+  bool is_early(const Key& key) const {
+    return std::ranges::any_of(entries, [&](const auto& other) {
+      const auto& [its_key, entry] = other;
+      return std::equal(key.begin() + 1, key.end(), its_key.begin() + 1, its_key.end()) &&
+             !entry.graph && entry.runs < options.warmup_steps &&
+             calls - entry.last_call < kMaxWait;
+    });
+  }
+
   // The choice that all ranks can make, so that they issue the same operations.
-  Choice choose(const Entry* entry) const {
+  Choice choose(const Entry* entry, const Key& key) const {
     Choice mine = Choice::kAsItIs;
     if (entry != nullptr && entry->graph && is_of_here(*entry)) {
       mine = Choice::kReplay;
     } else if (entry != nullptr && entry->runs >= options.warmup_steps &&
-               entry->recordings < kMaxRecordings &&
+               entry->recordings < kMaxRecordings && !is_early(key) &&
                (options.parallelism == nullptr || options.parallelism->settled())) {
       mine = Choice::kRecord;
     }
@@ -394,9 +411,10 @@ CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
   self.replayed = false;
   self.refuse_unknown_wrapper();
   if (!self.unavailable.empty()) return self.work(inputs, variant);
-  Impl::Entry* const entry = self.entry_for(inputs, variant);
+  const Key key = key_of(inputs, variant);
+  Impl::Entry* const entry = self.entry_for(key);
   using Choice = Impl::Choice;
-  const Choice choice = self.choose(entry);
+  const Choice choice = self.choose(entry, key);
   if (entry == nullptr) return self.run_as_it_is(inputs, variant);
   self.fill(*entry, inputs);
   if (choice == Choice::kAsItIs) {
