@@ -280,7 +280,8 @@ std::string NodeServer::program_text(const Message& handshake) const {
     return {};
   return fmt::format(
       "[launch] node rank {} on {} was started with another program, or with other arguments, "
-      "than {} ({}). Start the same command on every host that has the same --role.",
+      "than {} ({}). Start the same command on every host that has the same --role; what differs "
+      "between hosts goes into their environment, or gives them a --role of their own.",
       handshake.node, handshake.host, first ? "node 0" : "the launcher that it comes for",
       first ? shell_text(plan_.command) : "--role=" + printable(expected.role));
 }

@@ -37,6 +37,8 @@ std::atomic<bool> g_steps_are_set{false};
 std::atomic<bool> g_steps_are_counted{false};
 std::atomic<bool> g_taking_stack{false};
 std::atomic<std::uint64_t> g_step_began_ns{0};
+std::atomic<bool> g_recording{false};
+ProgressMemory g_recorded{};  // meanwhile
 
 LedgerMemory* memory() {
   return g_ledger.load(std::memory_order_acquire);
@@ -326,6 +328,7 @@ void set_step(std::int64_t step) noexcept {
 }
 
 void count_step() noexcept {
+  if (g_recording) return static_cast<void>(g_recorded.steps.fetch_add(1));
   g_steps_are_counted = true;
   if (g_steps_are_set) return;
   const std::uint64_t before = progress().step.load(std::memory_order_relaxed);
@@ -410,8 +413,30 @@ Phase phase() noexcept {
   return static_cast<Phase>(progress().phase.load(std::memory_order_relaxed));
 }
 
+namespace {
+// Other threads may count other things while passes are recorded.
+bool is_of_passes(Counter counter) {
+  return counter == Counter::kMicroBatches || counter == Counter::kSynchronisedPasses ||
+         counter == Counter::kUpdates || counter == Counter::kBuckets ||
+         counter == Counter::kReducedBytes;
+}
+}  // namespace
+
 void add(Counter counter, std::uint64_t amount) noexcept {
-  progress().counts[index(counter)].fetch_add(amount, std::memory_order_relaxed);
+  ProgressMemory& at = g_recording && is_of_passes(counter) ? g_recorded : progress();
+  at.counts[index(counter)].fetch_add(amount, std::memory_order_relaxed);
+}
+
+void begin_recording() noexcept {
+  g_recording = true;
+}
+
+Totals end_recording() noexcept {
+  g_recording = false;
+  Totals recorded;
+  recorded.steps = g_recorded.steps.exchange(0);
+  for (std::size_t i = 0; i < kCounters; ++i) recorded.counts[i] = g_recorded.counts[i].exchange(0);
+  return recorded;
 }
 
 void add_device_time(Phase phase, std::uint64_t ns) noexcept {

@@ -180,6 +180,10 @@ struct Totals {
 Phase phase() noexcept;  // this process's current phase
 void add(Counter counter, std::uint64_t amount = 1) noexcept;
 void add_device_time(Phase phase, std::uint64_t ns) noexcept;
+// Between these two what passes and steps count, on any thread, is set aside for the second one to
+// return: they are recorded into a graph, and count when it runs, which may be never.
+void begin_recording() noexcept;
+Totals end_recording() noexcept;
 Totals totals() noexcept;
 std::uint64_t monotonic_ns();  // the steady clock, in the ledger's unit
 // What was added between two readings of one rank; time_ns and steps are differences too.

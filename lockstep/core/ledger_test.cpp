@@ -211,6 +211,26 @@ TEST(Totals, AreCountedWithoutALauncherAndAddUpToTheClock) {
   set_phase(Phase::kNone);
 }
 
+TEST(Totals, WhatIsRecordedDoesNotCountByItself) {
+  const Totals before = totals();
+  begin_recording();
+  add(Counter::kMicroBatches, 2);
+  std::thread([] { add(Counter::kBuckets); }).join();
+  count_step();
+  add(Counter::kBatches);  // a loader's thread goes on
+  const Totals recorded = end_recording();
+  const Totals spent = since(before, totals());
+  EXPECT_EQ(recorded.counts[index(Counter::kMicroBatches)], 2u);
+  EXPECT_EQ(recorded.counts[index(Counter::kBuckets)], 1u);
+  EXPECT_EQ(recorded.steps, 1u);
+  EXPECT_EQ(spent.counts[index(Counter::kMicroBatches)], 0u);
+  EXPECT_EQ(spent.counts[index(Counter::kBuckets)], 0u);
+  EXPECT_EQ(spent.counts[index(Counter::kBatches)], 1u);
+  EXPECT_EQ(spent.steps, 0u);
+  begin_recording();
+  EXPECT_EQ(end_recording().counts, Totals().counts);
+}
+
 TEST(Totals, ASumThatWasReadInAChangeIsNoRestart) {
   Totals before{.time_ns = 100'000, .steps = 7};
   before.host_ns[index(Phase::kData)] = 40'000;

@@ -72,6 +72,7 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) {
 // Multiplies the gradients by 1 / scale and returns whether any rank found one that is not finite.
 at::Tensor GradScaler::check_and_unscale(const std::vector<at::Tensor>& params) {
   refuse_local_gradients(params, kScaler);
+  refuse_incomplete(params, kScaler);
   struct Grads {
     at::Tensor found_inf, inverse;
     std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;

@@ -133,6 +133,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& params, double max_nor
     throw UsageError(kWho, "max_norm = {} is not a bound. Use a number that is not negative.",
                      max_norm);
   const torch::NoGradGuard no_grad;
+  refuse_incomplete(params, kWho);
   const auto gradients = list_of(params, kWho);
   if (options.by_blocks) {
     const at::Tensor norm = norm_by_blocks(gradients, options, kWho);

@@ -52,6 +52,64 @@ void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_v
   }
 }
 
+// ---------------------------------------------------------------- incomplete steps
+
+namespace {
+
+struct Marks {
+  struct Mark {
+    c10::weak_intrusive_ptr<at::TensorImpl> gradient;  // nothing else gets its address
+    std::uint32_t version;
+  };
+  std::mutex mutex;
+  std::unordered_map<const at::TensorImpl*, Mark> of;  // by gradient
+};
+Marks& marks() {
+  static auto* const all = new Marks;
+  return *all;
+}
+
+// Null: there is none that could be marked.
+const at::TensorImpl* gradient_of(const at::Tensor& param) {
+  if (!param.defined() || !param.grad().defined() || param.grad().is_inference()) return nullptr;
+  return param.grad().unsafeGetTensorImpl();
+}
+
+}  // namespace
+
+void mark_pass(const std::vector<at::Tensor>& params, bool last) {
+  const std::lock_guard lock(marks().mutex);
+  auto& marked = marks().of;
+  std::erase_if(marked, [](const auto& each) { return each.second.gradient.expired(); });
+  if (last && marked.empty()) return;
+  for (const at::Tensor& param : params) {
+    const at::TensorImpl* const gradient = gradient_of(param);
+    if (last) {
+      marked.erase(gradient);
+    } else if (gradient != nullptr) {
+      marked.insert_or_assign(gradient,
+                              Marks::Mark{param.grad().getIntrusivePtr(),
+                                          static_cast<std::uint32_t>(param.grad()._version())});
+    }
+  }
+}
+
+void refuse_incomplete(const std::vector<at::Tensor>& params, std::string_view who) {
+  const std::lock_guard lock(marks().mutex);
+  if (marks().of.empty()) return;
+  for (const at::Tensor& param : params) {
+    const auto mark = marks().of.find(gradient_of(param));
+    if (mark == marks().of.end() || mark->second.version != param.grad()._version()) continue;
+    throw UsageError(who,
+                     "a step's backward passes are not complete: the gradient of the parameter of "
+                     "shape [{}] is what backward(loss, /*last=*/false) has left on this rank. "
+                     "This was probably called for each micro-batch instead of for each window. "
+                     "Call it after the backward whose `last` is true; zero_grad() drops a window "
+                     "that is given up.",
+                     fmt::join(param.sizes(), ", "));
+  }
+}
+
 // ---------------------------------------------------------------- what others write
 
 namespace {

@@ -46,6 +46,14 @@ bool is_watched(const at::Tensor& param);
 // Throws UsageError in the name of `who` when a parameter's gradient is local.
 void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_view who);
 
+// Marks gradients that lack passes of their step: a wrapper calls it at the end of its
+// backward(loss, last), and one with `last` removes the marks. So does everything else that writes
+// a gradient or replaces it, such as a plain loss.backward(); no_sync() marks nothing. A gradient
+// that is marked is therefore surely incomplete. For any thread.
+void mark_pass(const std::vector<at::Tensor>& params, bool last);
+// Throws UsageError in the name of `who` when a parameter's gradient is marked.
+void refuse_incomplete(const std::vector<at::Tensor>& params, std::string_view who);
+
 // Detects writes to gradients since backward that bypass their version counters, as
 // torch::nn::utils::clip_grad_norm_ makes when it writes grad.data():
 //

@@ -309,6 +309,7 @@ void Optimizer::step_unless(const at::Tensor& found_inf) {
   const ledger::PhaseScope optimizer(ledger::Phase::kOptimizer);
   detail::check_groups(who(), param_groups_);
   list_parameters();
+  refuse_incomplete(params_, who());
   if (!has_pass()) {
     refuse_capture();
     step_groups(found_inf);
@@ -326,6 +327,7 @@ StepResult Optimizer::step(const StepOptions& options) {
   detail::check(options);
   detail::check_groups(who(), param_groups_);
   list_parameters();
+  refuse_incomplete(params_, who());
   GradScaler* const scaler =
       options.scaler != nullptr && options.scaler->enabled() ? options.scaler : nullptr;
   if (has_pass()) return step_in_one_pass(options, scaler);

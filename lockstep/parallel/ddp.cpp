@@ -4,7 +4,9 @@
 #include <torch/nn/modules/embedding.h>
 
 #include <optional>
+#include <vector>
 
+#include "lockstep/optim/local_gradients.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/sharded_optimizer.h"
@@ -57,6 +59,9 @@ void DataParallel::backward(const at::Tensor& loss, bool last) {
   std::optional<NoSync> local;
   if (!last) local.emplace(reducer_);
   loss.backward();
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, parameter] : names_) parameters.push_back(parameter);
+  optim::mark_pass(parameters, last);
   // A reducer of one rank has no buckets, unless it is sharded, and sees no gradients.
   if (mesh_.batch().size() == 1 && reducer_->bucket_count() == 0) count_passes(1, last);
 }

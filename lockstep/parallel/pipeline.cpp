@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <string>
@@ -58,6 +59,7 @@ class PipelineImpl : public std::enable_shared_from_this<PipelineImpl> {
 
  private:
   void check(torch::nn::Module& module);
+  void check_window(std::size_t micro_batches);
   std::string describe(const torch::nn::Module& module) const;
   Holders assign_parts(const nn::Staged::Parts& parts);
   const std::vector<PipelineStep>& program(std::size_t micro_batches);
@@ -449,9 +451,35 @@ void PipelineImpl::agree(int index, const std::vector<std::int64_t>& sizes, Bord
 
 // ---------------------------------------------------------------- a window's passes and its end
 
+// Ranks that compute a micro-batch together have equally many: otherwise some would wait for
+// messages that nobody sends. The numbers go through the hosts' memory and wait for no device.
+void PipelineImpl::check_window(std::size_t micro_batches) {
+  auto refusal = refusal_of([&] {
+    if (micro_batches == 0)
+      throw UsageError(kPipeline,
+                       "a window without micro-batches. Give run_window() at least one.");
+  });
+  // What is refused along one axis is refused along the next.
+  for (const char* const axis : {"pipeline", "shard", "tensor"}) {
+    if (mesh_.size(axis) == 1) continue;
+    refusal = refusal_of([&] {
+      const auto other = find_other_line(
+          mesh_[axis], {.component = kPipeline, .what = "this window", .refusal = refusal},
+          std::to_string(micro_batches));
+      if (other)
+        throw UsageError(kPipeline,
+                         "along '{}', rank {} has a window of {} micro-batches and rank 0 one of "
+                         "{}, and they compute each micro-batch together. Ranks along 'pipeline' "
+                         "and 'tensor' must see the same batches: make the loader with "
+                         "mesh.batch().",
+                         axis, other->rank, other->here, other->first);
+    });
+  }
+  if (refusal) std::rethrow_exception(refusal);
+}
+
 std::vector<at::Tensor> PipelineImpl::run_window(const std::vector<Pass>& passes) {
-  if (passes.empty())
-    throw UsageError(kPipeline, "a window without micro-batches. Give run_window() at least one.");
+  check_window(passes.size());
   const bool trains = at::GradMode::is_enabled();
   std::vector<at::Tensor> losses;
   shards_->begin_window();

@@ -590,6 +590,20 @@ TEST(PipelineFaults, WhatLooksAtAllGradientsIsRefused) {
   });
 }
 
+// Also on the ranks whose own line has equally many, and not at a deadline.
+TEST(PipelineFaults, WindowsOfDifferentLengthsAreRefused) {
+  for (const int different : {3, 0})
+    testing::run_on_mesh({{"pipeline", 2}, {"shard", 2}}, [&](const Mesh& mesh) {
+      Trained run = pipelined(mesh, {}, 2);
+      std::vector<Parallelism::Pass> passes(mesh.world().rank() == 3 ? different : 2);
+      EXPECT_THAT(message_of<UsageError>([&] { run.parallelism->run_window(passes); }),
+                  HasSubstr(different == 0 ? "a window without micro-batches"
+                                           : "along 'pipeline', rank 1 has a window of 3 "
+                                             "micro-batches and rank 0 one of 2"));
+      run.step(0);
+    });
+}
+
 TEST(PipelineFaults, AShapeThatChangesIsNamed) {
   const auto said = testing::run_threads_collecting(2, [](World& world) {
     const Mesh mesh(world, {{"pipeline", 2}});

@@ -340,7 +340,8 @@ models::CausalLmPtr made_cut(const Mesh& mesh, const std::function<models::Causa
   return make();
 }
 
-// Three micro-batches send three times what one does, but for the average of small weights.
+// Three micro-batches send three times what one does, but for the average of small weights and a
+// pipeline's comparison of the windows' lengths.
 TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
   std::vector<Axes> meshes = kMeshes;
   meshes.push_back({{"tensor", 2}});
@@ -359,31 +360,45 @@ TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
         return static_cast<int>(sent - before);
       };
       const int one = in_update(1);
-      EXPECT_EQ(3 * one - in_update(3), sequence ? 2 : 0) << tied;
+      const int once = (sequence ? 1 : 0) + (run.way->takes_windows() ? 1 : 0);
+      EXPECT_EQ(3 * one - in_update(3), 2 * once) << tied;
     }
+  });
+}
+
+TEST(TensorMesh, AStepThatLacksPassesIsRefusedAlsoWhereItClips) {
+  on_meshes({{{"tensor", 2}}}, [](const Mesh& mesh) {
+    const auto net = small_model(/*tied=*/false);
+    Trained run(net, parallelize(*net, mesh), kGradients);
+    run.way->before_forward();
+    run.way->backward(run.pass(0).forward(), /*last=*/false);
+    EXPECT_THAT(message_of<UsageError>([&] { run.optimizer->step({.max_grad_norm = 1e-3}); }),
+                HasSubstr("a step's backward passes are not complete"));
+    run.way->before_forward();
+    run.way->backward(run.pass(1).forward(), /*last=*/true);
+    run.optimizer->step();
   });
 }
 
 // A step averages them where no backward was said to be the last.
 TEST(TensorMesh, AStepAveragesWhatNoLastBackwardHas) {
-  on_meshes({{{"tensor", 2}}, {{"shard", 1}, {"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}},
-            [](const Mesh& mesh) {
-              for (const bool tied : {false, true}) {
-                const auto net = small_model(tied);
-                net->use_sequence_parallel(true);
-                Trained run(net, parallelize(*net, mesh), kGradients);
-                Trained one = whole(mesh, tied, kGradients);
-                for (int k = 0; k < 2; ++k) {
-                  run.way->before_forward();
-                  run.way->backward(run.pass(k).forward(), /*last=*/false);
-                  one.way->backward(one.pass(k).forward(), /*last=*/k == 1);
-                }
-                run.optimizer->step();
-                one.optimizer->step();
-                EXPECT_TENSOR_NEAR(run.weights(), one.weights(), 2 * kSums);
-                run.way->verify_parameters();
-              }
-            });
+  on_meshes({{{"shard", 1}, {"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {
+    for (const bool tied : {false, true}) {
+      const auto net = small_model(tied);
+      net->use_sequence_parallel(true);
+      Trained run(net, parallelize(*net, mesh), kGradients);
+      Trained one = whole(mesh, tied, kGradients);
+      for (int k = 0; k < 2; ++k) {
+        run.way->before_forward();
+        run.way->backward(run.pass(k).forward(), /*last=*/false);
+        one.way->backward(one.pass(k).forward(), /*last=*/k == 1);
+      }
+      run.optimizer->step();
+      one.optimizer->step();
+      EXPECT_TENSOR_NEAR(run.weights(), one.weights(), 2 * kSums);
+      run.way->verify_parameters();
+    }
+  });
 }
 
 // What torch's optimizers step is averaged after any backward. What torch's function clips is a

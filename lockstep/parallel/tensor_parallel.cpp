@@ -263,6 +263,8 @@ optim::StepResult TensorParallelOptimizer::step(const optim::StepOptions& option
   const ledger::PhaseScope phase(ledger::Phase::kOptimizer);
   const torch::NoGradGuard no_grad;
   optim::detail::check(options);
+  for (const auto& group : param_groups())
+    optim::refuse_incomplete(group.params(), kTensorParallel);
   struct Stepping {
     explicit Stepping(bool& on) : on(on) { on = true; }
     ~Stepping() { on = false; }

@@ -347,6 +347,45 @@ TEST(Window, SynchronisesAtTheEndAlone) {
   }
 }
 
+// Only what the wrapper was told counts: a mistake is found on any number of ranks, and a program
+// that means what it does is never refused.
+TEST(Window, GradientsThatLackPassesAreNotStepped) {
+  for (const int ranks : {1, 2})
+    run_threads(ranks, [](World& world) {
+      DistributedDataParallel model{make_net(), world};
+      optim::SGD optimizer{model.parameters(), {.lr = 0.1}};
+      optim::GradScaler scaler{world, {.init_scale = 2}};
+      const auto loss = [&] { return scaler.scale(model(samples(0, 3, false).data).sum()); };
+      const auto weights = [&] { return model.parameters()[0].detach().clone(); };
+      const at::Tensor before = weights();
+      model.backward(loss(), /*last=*/false);
+      model.backward(loss(), /*last=*/false);
+      for (const std::function<void()>& wrong : std::vector<std::function<void()>>{
+               [&] { optimizer.step(); }, [&] { optimizer.step({.scaler = &scaler}); },
+               [&] { optimizer.step({.max_grad_norm = 1}); }, [&] { scaler.step(optimizer); },
+               [&] { optim::clip_grad_norm_(model.parameters(), 1); }})
+        EXPECT_THAT(message_of<UsageError>(wrong),
+                    HasSubstr("a step's backward passes are not complete"));
+      EXPECT_TENSOR_EQ(weights(), before);
+      const std::vector<std::function<void()>> complete{
+          [&] { model.backward(loss(), /*last=*/true); },
+          [&] { loss().backward(); },
+          [&] { optimizer.zero_grad(); },
+          [&] { optimizer.zero_grad(/*set_to_none=*/false); },
+          [&] { torch::optim::SGD(model.parameters(), 0.1).zero_grad(); },
+      };
+      for (const auto& end : complete) {
+        end();
+        optimizer.step();
+        model.backward(loss(), /*last=*/false);
+      }
+      optimizer.zero_grad();
+      const NoSync local = model.no_sync();
+      loss().backward();
+      optimizer.step();
+    });
+}
+
 TEST(Window, ScaledLossesGiveTheSameGradients) {
   run_threads(2, [](World& world) {
     std::vector<at::Tensor> plain;

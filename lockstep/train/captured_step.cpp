@@ -40,10 +40,6 @@ constexpr std::size_t kMaxEntries = 64;
 constexpr std::int64_t kMaxWait = 1024;
 // Recordings of one entry. Where gradients move in every window, recording again does not help.
 constexpr int kMaxRecordings = 4;
-// What passes count in the ledger. Other threads may count other things while one is recorded.
-constexpr ledger::Counter kOfPasses[] = {
-    ledger::Counter::kMicroBatches, ledger::Counter::kSynchronisedPasses, ledger::Counter::kUpdates,
-    ledger::Counter::kBuckets, ledger::Counter::kReducedBytes};
 
 Key key_of(const Tensors& inputs, int variant) {
   Key key{variant};
@@ -124,7 +120,7 @@ struct CapturedStep::Impl {
     std::vector<Place> places{};  // of the parameters, before it
     std::uint64_t layout = 0;     // of the gradients
     std::uint64_t optimizer = 0;  // its layout
-    ledger::Totals counted{};     // in the ledger by the function while it was recorded
+    ledger::Totals counted{};     // what the ledger has for each run of it
   };
 
   optim::Optimizer& optimizer;
@@ -313,7 +309,11 @@ struct CapturedStep::Impl {
     entry.graph = cuda::make_graph(first_graph);
     if (first_graph == nullptr || first_graph == replaced.get()) first_graph = entry.graph.get();
     const LastOperation operation;
-    const ledger::Totals before = ledger::totals();
+    const struct Recording {
+      explicit Recording(ledger::Totals& counted) : counted(counted) { ledger::begin_recording(); }
+      ~Recording() { counted = ledger::end_recording(); }
+      ledger::Totals& counted;
+    } recording(entry.counted);
     try {
       on_side_stream([&] {
         const DeviceMarksOff marks_off;
@@ -326,7 +326,6 @@ struct CapturedStep::Impl {
     } catch (const std::exception& e) {
       return "'" + LastOperation::get() + "' cannot be captured (" + first_line(e.what()) + ")";
     }
-    entry.counted = ledger::since(before, ledger::totals());
     return "";
   }
 
@@ -368,6 +367,7 @@ struct CapturedStep::Impl {
     optimizer.publish_options(options.step);
     entry.graph->replay();
     entry.runs = 0;
+    optim::mark_pass(parameters, /*last=*/true);  // the last pass may be in the graph alone
     if (shared()) watch_replay();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (const auto& gradient = entry.gradients[i]) parameters[i].mutable_grad() = *gradient;
@@ -376,11 +376,10 @@ struct CapturedStep::Impl {
     return entry.outputs;
   }
 
-  // As the function would have, none of whose host code has run.
-  static void count_replayed(const ledger::Totals& counted) {
-    for (const ledger::Counter counter : kOfPasses)
-      ledger::add(counter, counted.counts[index(counter)]);
-    for (std::uint64_t step = 0; step < counted.steps; ++step) ledger::count_step();
+  static void count(const ledger::Totals& run) {
+    for (std::size_t i = 0; i < ledger::kCounters; ++i)
+      ledger::add(static_cast<ledger::Counter>(i), run.counts[i]);
+    for (std::uint64_t step = 0; step < run.steps; ++step) ledger::count_step();
   }
 };
 
@@ -423,7 +422,7 @@ CapturedStep::Tensors CapturedStep::run(const Tensors& inputs, int variant) {
   }
   if (choice == Choice::kRecord && !self.record(*entry, variant)) return self.work(inputs, variant);
   self.replayed = choice == Choice::kReplay;
-  if (self.replayed) Impl::count_replayed(entry->counted);
+  Impl::count(entry->counted);
   return self.replay(*entry);
 }
 

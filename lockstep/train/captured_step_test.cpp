@@ -248,6 +248,30 @@ TEST(CapturedStep, CountsThePassesAndStepsOfReplays) {
   EXPECT_EQ(spent.steps, std::uint64_t{kWindows});
 }
 
+// One that fails has called the function, which is called again.
+TEST(CapturedStep, ARecordingThatFailsCountsNothing) {
+  constexpr int kSteps = 6;
+  Training training;
+  const auto parallelism = std::make_shared<DataParallel>(*training.model, World());
+  CapturedStep step(
+      *training.optimizer,
+      {.step = training.how, .parameters = training.parameters(), .parallelism = parallelism},
+      [&](const Tensors& inputs, int) -> Tensors {
+        const at::Tensor loss = training.model->loss(inputs[0], inputs[1]);
+        parallelism->backward(loss, /*last=*/true);
+        static_cast<void>(loss.item<double>());  // a graph cannot wait
+        training.optimizer->step(training.how);
+        training.optimizer->zero_grad();
+        return {};
+      });
+  const ledger::Totals before = ledger::totals();
+  for (int i = 0; i < kSteps; ++i) step.run(batch(i));
+  const ledger::Totals spent = ledger::since(before, ledger::totals());
+  EXPECT_FALSE(step.unavailable_reason().empty());
+  EXPECT_EQ(spent.counts[index(ledger::Counter::kMicroBatches)], std::uint64_t{kSteps});
+  EXPECT_EQ(spent.steps, std::uint64_t{kSteps});
+}
+
 TEST(CapturedStep, LoadedStateIsWhatReplaysContinueFrom) {
   Training plain, captured;
   CapturedStep step(*captured.optimizer, {captured.how, captured.parameters()},

@@ -192,6 +192,7 @@ train::CheckpointContents contents_of(const CheckpointParts& parts, const Mesh& 
 std::string contribution_of(const CheckpointParts& parts, const Mesh& mesh,
                             const SaveOptions& options) {
   check_parts(parts);
+  optim::refuse_incomplete(parts.module->parameters(), "checkpoint");
   if (options.step < 0)
     throw UsageError("checkpoint", "step is {}, and must not be negative.", options.step);
   std::string text = fmt::format("{}\n", options.step);

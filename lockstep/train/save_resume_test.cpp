@@ -753,6 +753,31 @@ TEST(SaveResume, SeparateModelsAreNotSavedAsOne) {
   });
 }
 
+// A checkpoint has no gradients: those of the passes before it would be lost.
+TEST(SaveResume, AStepWhosePassesAreNotCompleteIsNotSaved) {
+  for (const int ranks : {1, 2}) {
+    io::TemporaryDirectory dir;
+    testing::run_threads(ranks, [&](World& world) {
+      torch::nn::Sequential net = train::network();
+      DistributedDataParallel model{net, world};
+      const CheckpointParts parts{.module = net.get(), .rng = false};
+      const auto save = [&](std::int64_t step) {
+        save_checkpoint(dir.path(), world, parts, {.step = step});
+      };
+      const std::vector<std::int64_t> indices{0, 1, 2};
+      const auto loss = [&] { return model(train::dataset(3, 1)->get_batch(indices, {})->data); };
+      model.backward(loss().sum(), /*last=*/false);
+      EXPECT_THAT(io::message_of<UsageError>([&] { save(1); }),
+                  HasSubstr("a step's backward passes are not complete"));
+      model.backward(loss().sum(), /*last=*/true);
+      save(1);
+      model.backward(loss().sum(), /*last=*/false);
+      model.module()->zero_grad();  // a window that is given up
+      save(2);
+    });
+  }
+}
+
 // One rank's optimizer has a parameter that the module does not have: rank 0 would write.
 TEST(SaveResume, ARefusalOfTheOptimizersStateIsEverybodys) {
   io::TemporaryDirectory dir;

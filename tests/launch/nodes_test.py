@@ -468,7 +468,8 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         code, _, err = self.finish(self.node(1, "echo other"))
         self.assertEqual(code, 2, err)
         self.wait_line(first.stderr, "was started with another program, or with other arguments, "
-                                     "than node 0 (")
+                                     "than node 0 (", "what differs between hosts goes into their "
+                                     "environment, or gives them a --role of their own.")
         # A role may have a program of its own.
         for code, err in self.ends([first, self.node(1, "echo other", "--role=other")]):
             self.assertEqual(code, 0, err)

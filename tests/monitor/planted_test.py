@@ -134,7 +134,17 @@ class Ranks(PlantedCase):
         # where it waits for a core three times as long as the others. Steps compute for much longer
         # than they communicate, or the rank would lack its core within the all-reduce.
         keys = {"per_device_train_batch_size": 512}
-        folder = self.train(25, keys, PLANT_STARVE="1", PLANT_HIDDEN="256")
+        give_up = time.monotonic() + BOUND_S
+        while True:
+            with OtherPrograms() as others:
+                folder = self.train(25, keys, PLANT_STARVE="1", PLANT_HIDDEN="256")
+            found = any(f["rule"] == "straggler" for f in self.report(folder)["findings"])
+            if found or others.cores < BUSY_CORES:
+                break
+            # Where others leave every rank as little as the starved one has, nobody can tell.
+            if time.monotonic() > give_up:
+                self.skipTest(f"SKIPPED: other programs had {others.cores:.2f} of two cores, for as "
+                              f"long as {BOUND_S} s")
         finding = self.finding(folder, "straggler")
         self.assertEqual((finding["rank"], finding["cause"]), (1, "cpu-starved"), finding)
 
