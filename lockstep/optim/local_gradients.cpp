@@ -1,5 +1,6 @@
 #include "lockstep/optim/local_gradients.h"
 
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/COWDeleter.h>
 #include <fmt/ranges.h>
@@ -58,8 +59,9 @@ namespace {
 
 struct Marks {
   struct Mark {
-    c10::weak_intrusive_ptr<at::TensorImpl> gradient;  // nothing else gets its address
-    std::uint32_t version;
+    // Nothing else gets the gradient's address.
+    c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> gradient;
+    std::int64_t version;
   };
   std::mutex mutex;
   std::unordered_map<const at::TensorImpl*, Mark> of;  // by gradient
@@ -87,9 +89,9 @@ void mark_pass(const std::vector<at::Tensor>& params, bool last) {
     if (last) {
       marked.erase(gradient);
     } else if (gradient != nullptr) {
-      marked.insert_or_assign(gradient,
-                              Marks::Mark{param.grad().getIntrusivePtr(),
-                                          static_cast<std::uint32_t>(param.grad()._version())});
+      marked.insert_or_assign(
+          gradient, Marks::Mark{decltype(Marks::Mark::gradient)(param.grad().getIntrusivePtr()),
+                                param.grad()._version()});
     }
   }
 }
