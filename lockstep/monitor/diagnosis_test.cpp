@@ -755,6 +755,18 @@ TEST(NotFinite, LossesAndSkippedStepsAreFound) {
                     HasSubstr("Evidence: 31 of 600 steps were skipped.")));
 }
 
+TEST(LowMfu, NamesTheLargestPart) {
+  EXPECT_EQ(logged({{"mfu", {0.1, 0.45, 0.41, 0.42}}}), "");
+  EXPECT_EQ(logged({{"mfu", {0.1, 0.2}}}), "") << "too few lines";
+  EXPECT_THAT(logged({{"mfu", {0.45, 0.22, 0.21, 0.2}}}),
+              AllOf(HasSubstr("low-mfu: The GPUs compute at 21 % of their peak rate."),
+                    HasSubstr("The largest part of rank 0's time is backward, 50 %."),
+                    HasSubstr("a larger per_device_train_batch_size")));
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THAT(logged({{"mfu", {0.1, 0.2, 0.2}}, {"loss", {3, nan, nan}}}),
+              Not(HasSubstr("low-mfu")));
+}
+
 TEST(Findings, AsTextAndJson) {
   const Finding finding{.rule = "straggler",
                         .rank = 1,

@@ -27,6 +27,8 @@ constexpr std::int64_t kRecentSteps = 10;
 // of all steps from which more of them are too many.
 constexpr double kSkipsOfAScale = 17;
 constexpr double kSkippedShare = 0.05;
+// Below this model FLOPs utilisation a run is told what most of its time goes to.
+constexpr double kLowMfu = 0.4;
 
 // Taken from the record, or else from what was logged.
 std::int64_t last_step(const RunView& run) {
@@ -84,6 +86,49 @@ std::optional<Finding> not_finite(const RunView& run, double tolerated_skips) {
   return finding;
 }
 
+// What a share of a step can be lowered by.
+const char* remedy_of(ledger::Phase phase) {
+  switch (phase) {
+    case ledger::Phase::kData:
+      return "more dataloader_num_workers.";
+    case ledger::Phase::kForward:
+    case ledger::Phase::kBackward:
+      return "a larger per_device_train_batch_size, bf16 or mixed_precision: fp8, and no "
+             "gradient_checkpointing where the memory allows it.";
+    case ledger::Phase::kCommunication:
+    case ledger::Phase::kOptimizer:
+      return "more passes for each update (gradient_accumulation_steps).";
+    case ledger::Phase::kEvaluation:
+    case ledger::Phase::kLogging:
+    case ledger::Phase::kSaving:
+      return "fewer evaluations, logs and checkpoints.";
+    default:
+      return "compile_model, and a larger per_device_train_batch_size.";
+  }
+}
+
+// For GPUs whose peak rate is known, where no rule has found a cause.
+std::optional<Finding> low_mfu(const RunView& run) {
+  std::vector<double> logged;
+  for (const auto& [step, share] : curve_of(run.metrics, "mfu")) logged.push_back(share);
+  constexpr std::size_t kFewest = 3;  // the first includes warm-up
+  if (logged.size() < kFewest || run.record->ranks.empty()) return std::nullopt;
+  const double mfu = median({logged.begin() + 1, logged.end()});
+  const Interval budget = budget_of(run.record->ranks.front());
+  if (!(mfu < kLowMfu) || !(budget.seconds > 0)) return std::nullopt;
+  const PhaseSeconds spent = spent_s(budget);
+  const auto largest = std::ranges::max_element(spent);
+  const auto phase = static_cast<ledger::Phase>(largest - spent.begin());
+  return Finding{
+      .rule = "low-mfu",
+      .what = fmt::format("The GPUs compute at {:.0f} % of their peak rate.", 100 * mfu),
+      .evidence = fmt::format("The largest part of rank {}'s time is {}, {:.0f} %.",
+                              run.record->ranks.front().rank,
+                              phase == ledger::Phase::kNone ? "other" : ledger::name(phase),
+                              100 * *largest / budget.seconds),
+      .remedy = remedy_of(phase)};
+}
+
 }  // namespace
 
 const RunFacts& RunView::facts() const {
@@ -125,6 +170,8 @@ void conclude(RunView& run) {
   run.findings = diagnose(*run.record);
   if (auto finding = not_finite(run, kSkipsOfAScale))
     run.findings.insert(run.findings.begin(), *finding);
+  if (run.findings.empty())
+    if (auto finding = low_mfu(run)) run.findings.push_back(*finding);
   run.verdict = verdict_of(run, enough_to_judge(*run.record));
 }
 
