@@ -45,7 +45,7 @@ bool slices_equally(const Linear& layer) {
 }
 
 bool computes_in_fp8(const Linear& layer, const Pass& pass) {
-  if (!pass.fp8) return false;
+  if (!pass.fp8 || layer->options.nf4()) return false;
   if (!slices_equally(layer)) {
     nn::warn_not_in_fp8(layer->options.in_features(), layer->options.out_features(),
                         "because tensor parallel ranks have slices of unequal width of it");
@@ -100,8 +100,8 @@ bool joins_in_fp8(const std::vector<Linear>& layers) {
   std::vector<at::Tensor> weights;
   for (const Linear& layer : layers) {
     const bool biased = layer->bias.defined() == layers.front()->bias.defined();
-    if (layer->has_lora() || layer->stored_fp8() || !biased || !slices_equally(layer) ||
-        layer->options.layout() != WeightLayout::kOutIn)
+    if (layer->has_lora() || layer->stored_fp8() || layer->options.nf4() || !biased ||
+        !slices_equally(layer) || layer->options.layout() != WeightLayout::kOutIn)
       return false;
     weights.push_back(layer->weight);
   }
@@ -339,7 +339,7 @@ class DecoderMlp : public DecoderBranch<MlpSpec> {
     }
     const at::Tensor bias = with_bias ? out_->bias : at::Tensor();
     if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
-        first->bias.defined() && !first->has_lora() && !out_->has_lora()) {
+        first->bias.defined() && !first->has_lora() && !out_->has_lora() && !first->options.nf4()) {
       const at::Tensor y = nn::gelu_mlp(x.values, first->out_in(), first->bias, out_->out_in(),
                                         pass.tensor ? at::Tensor() : bias);
       return pass.tensor ? leave(in.release({y})[0], bias, pass) : y;

@@ -64,6 +64,7 @@ class Case:
     family: object
     lora: dict
     dtype: str = "float32"
+    nf4: bool = False
 
 
 GPT2_TARGETS = ["c_attn", "mlp.c_proj"]
@@ -111,6 +112,20 @@ CASES = {
     "starcoder2_all_linear": Case(STARCODER2, dict(r=4, target_modules="all-linear")),
     "gemma2": Case(GEMMA2, dict(r=4, lora_alpha=8, target_modules="all-linear")),
 }
+# On a base in 4 bits, which bitsandbytes encodes. Widths are multiples of 64: for others its library
+# for CPUs decodes with the magnitudes of other blocks.
+WIDE = {**SMALL, "hidden_size": 64, "intermediate_size": 128}
+ALL_LINEAR = dict(r=4, lora_alpha=8, target_modules="all-linear")
+CASES |= {
+    "gpt2_nf4": Case(transformers.GPT2Config(**{**GPT2.to_dict(), "n_embd": 64}),
+                     dict(r=4, lora_alpha=8, target_modules=GPT2_TARGETS), nf4=True),
+    "llama_nf4": Case(transformers.LlamaConfig(**WIDE), ALL_LINEAR, nf4=True),
+    "llama_bf16_nf4": Case(transformers.LlamaConfig(**WIDE), ALL_LINEAR, "bfloat16", nf4=True),
+    "phi3_nf4": Case(transformers.Phi3Config(**WIDE, original_max_position_embeddings=TIME),
+                     dict(r=4, target_modules=["qkv_proj", "down_proj"]), nf4=True),
+    "qwen2_nf4": Case(transformers.Qwen2Config(**WIDE),
+                      dict(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only"), nf4=True),
+}
 
 
 def random_ids():
@@ -122,7 +137,12 @@ def random_ids():
 
 def base_model(case, folder):
     dtype = getattr(torch, case.dtype)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    more = {}
+    if case.nf4:
+        more = dict(device_map={"": "cpu"}, quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more)
 
 
 def logits_of(model, ids):
@@ -166,7 +186,7 @@ class PeftTest(unittest.TestCase):
             outs.append(self.folder / f"out{self.runs}.safetensors")
             files.append(self.folder / f"job{self.runs}.json")
             files[-1].write_text(json.dumps({
-                **job, "model": str(self.folder / "base"),
+                **job, "model": str(self.folder / "base"), "nf4": case.nf4,
                 "adapter": str(self.folder / job["adapter"]), "out": str(outs[-1]),
                 "ids": str(self.folder / "ids.safetensors"), "dtype": case.dtype, "lr": RATE}))
         done = subprocess.run([PEER, *files], capture_output=True, text=True, timeout=LIMIT_S,
@@ -180,6 +200,8 @@ class PeftTest(unittest.TestCase):
         self.assertLess(apart, tolerance, what)
 
     def check(self, case):
+        if case.nf4 and importlib.util.find_spec("bitsandbytes") is None:
+            self.skipTest("the interpreter has no bitsandbytes")
         folder, ids = self.folder, self.ids
         torch.manual_seed(3)
         base = transformers.AutoModelForCausalLM.from_config(case.family)
@@ -195,7 +217,8 @@ class PeftTest(unittest.TestCase):
         losses = train(theirs, ids)
         theirs.save_pretrained(folder / "theirs")
         at_start, merged, ours, again = self.ask(
-            case, {"adapter": "start", "steps": 0}, {"adapter": "start", "steps": 0, "merge": True},
+            case, {"adapter": "start", "steps": 0},
+            {"adapter": "start", "steps": 0, "merge": not case.nf4},
             {"adapter": "start", "steps": STEPS, "save": str(folder / "ours")},
             {"adapter": "theirs", "steps": 0})
         self.near(at_start["logits"], first, logit_tolerance, "logits of PEFT's adapter")
