@@ -450,19 +450,16 @@ TEST(Nf4Models, ComputeAsTheBaseThatTheirBytesAreDecodedTo) {
     packed->to(nn::test_device());
     plain->to(nn::test_device());
     const auto [ids, targets] = sample();
-    for (const bool fused : {false, true})
-      expect_same(run(*packed, fused, ids, targets), run(*plain, fused, ids, targets), family.name);
     for (const bool fused : {false, true}) {
-      const optim::Autocast autocast(nn::test_device(), at::kBFloat16);
-      const Result whole = run(*packed, fused, ids, targets);
+      const Result want = run(*plain, fused, ids, targets);
+      expect_same(run(*packed, fused, ids, targets), want, family.name);
       packed->run_blocks_with(lockstep::checkpoint);
-      const Result again = run(*packed, fused, ids, targets);
+      expect_same(run(*packed, fused, ids, targets), want, family.name);
       packed->run_blocks_with({});
-      EXPECT_TRUE(torch::equal(again.loss, whole.loss)) << family.name;
-      for (const auto& [name, gradient] : whole.gradients)
-        EXPECT_TRUE(torch::equal(again.gradients.at(name), gradient)) << family.name << name;
+      const optim::Autocast autocast(nn::test_device(), at::kBFloat16);
       const double loss = run(*plain, fused, ids, targets).loss.item<double>();
-      EXPECT_NEAR(whole.loss.item<double>(), loss, 1e-3 * loss) << family.name;
+      EXPECT_NEAR(run(*packed, fused, ids, targets).loss.item<double>(), loss, 1e-3 * loss)
+          << family.name;
     }
   }
 }

@@ -329,7 +329,8 @@ TEST(Cards, OutsideTheTableAreEstimated) {
 }
 
 TEST(Memory, CountsABaseIn4Bits) {
-  Training t{.model = phi3(), .batch = 1, .half = true, .may_pipeline = true, .may_tensor = true};
+  Training t{.model = phi3(), .half = true, .may_pipeline = true, .may_tensor = true};
+  t.captured = true;
   t.model.lora = lora(16, models::ModuleNames(models::kAllLinear));
   const auto parameters = [&] { return memory_of(t.model, {.half = true}).parameters; };
   const Timed before = timed(t, machine_of(80), as_written(t, card_of(80), 1));
