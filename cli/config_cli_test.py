@@ -752,7 +752,7 @@ class Config(unittest.TestCase):
         said = self.refusal("".join(f"{name}: 1\n" for name in names))
         for name in names:
             self.assertRegex(said, fr": {name} is a key of the (model|data), not of the top level"
-                             fr"\. Write \1: {{(name: .*)?{name}: ")
+                             fr"\. Write \1: {{((name|path): .*)?{name}: ")
 
     def test_wrong_arguments(self):
         for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),
