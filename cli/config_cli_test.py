@@ -363,6 +363,36 @@ class Config(unittest.TestCase):
         self.assertIn("lora.rank_pattern is 99", self.refusal(text % "rank_pattern: {c_fc: 99}"))
         self.accepted(text % "r: 16")
 
+    def test_a_base_in_4_bits_is_for_adapters_on_whole_ranks(self):
+        self.write("config.json", json.dumps(
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+             "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "vocab_size": 257, "max_position_embeddings": 128}))
+        model = "model: {config: config.json, load_in_4bit: true%s}\n"
+        lora = "lora: {r: 4, target_modules: all-linear%s}\n"
+        self.accepted(model % "" + lora % "" + "bf16: true\ngradient_checkpointing: true\n")
+        for text, part in (
+                (model % "", "t.yaml:1:30: model.load_in_4bit is for a frozen base"),
+                (model % "" + lora % "" + "mixed_precision: fp8\n",
+                 "are two ways to store the base. Write mixed_precision: bf16"),
+                (model % "" + lora % "" + "fsdp: full_shard\n",
+                 "keeps all of the base on every rank, and fsdp divides it"),
+                (model % "" + lora % "" + "tensor_parallel_degree: 2\n",
+                 "and tensor_parallel_degree divides it"),
+                (model % "" + lora % "" + "pipeline_parallel_degree: 2\n",
+                 "and pipeline_parallel_degree divides it"),
+                (model % "" + lora % ", modules_to_save: [o_proj]",
+                 "modules_to_save names model.layers.0.self_attn.o_proj, whose weight is stored in "
+                 "4 bits and cannot be trained"),
+                (model % ", bnb_4bit_quant_type: nf4" + lora % "",
+                 "model.bnb_4bit_quant_type is not read here. model.load_in_4bit: true means nf4"),
+                (model % ", quantization_config: {}" + lora % "",
+                 "model.quantization_config is not read here"),
+                ("model: {n_layer: 1, load_in_4bit: true}\n" + lora % "",
+                 "model has no key 'load_in_4bit'")):
+            with self.subTest(text):
+                self.assertIn(part, self.refusal(text))
+
     def test_a_folder_of_shards_is_enough(self):
         """The keys of a file for another trainer of token shards, as they are."""
         text = ("dataset_dir: %s\ncompile_model: true\ntokens_per_update: 64\n"
@@ -722,7 +752,7 @@ class Config(unittest.TestCase):
         said = self.refusal("".join(f"{name}: 1\n" for name in names))
         for name in names:
             self.assertRegex(said, fr": {name} is a key of the (model|data), not of the top level"
-                             fr"\. Write \1: {{(name: .*)?{name}: ")
+                             fr"\. Write \1: {{((name|path): .*)?{name}: ")
 
     def test_wrong_arguments(self):
         for args, part in ((("shwo",), "there is no action 'shwo'. Did you mean show?"),

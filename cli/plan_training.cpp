@@ -31,6 +31,7 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   else
     model.config = causal_lm_config(task.model);
   model.lora = task.lora;
+  model.nf4 = task.model.load_in_4bit;
   model.image_size = task.data.image_size;
   if (model.causal_lm() != nullptr) model.length = task.data.length;
   training.batch = arguments.per_device_train_batch_size;
@@ -64,7 +65,7 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   training.built_whole = arguments.auto_find_batch_size || model.causal_lm() == nullptr;
   training.fp8 = arguments.mixed_precision == "fp8";
   training.rowwise = train::fp8_recipe_name(arguments) == "rowwise";
-  training.may_fp8 = true;
+  training.may_fp8 = !model.nf4;
   training.pipeline = static_cast<int>(arguments.pipeline_parallel_degree);
   training.gpipe = arguments.pipeline_parallel_schedule == "GPipe";
   if (arguments.pipeline_parallel_schedule == "Interleaved1F1B") training.chunks = 2;

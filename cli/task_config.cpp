@@ -403,10 +403,43 @@ void check_gpt(const ModelConfig& model, const DataConfig& data, Problems& probl
   check_vocabulary(model, data, problems);
 }
 
+// Keys of transformers and bitsandbytes beside load_in_4bit.
+void refuse_bitsandbytes(MapReader& keys) {
+  for (const char* key :
+       {"load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"})
+    if (keys.has(key))
+      throw UsageError("config",
+                       "model.{} is not read here. model.load_in_4bit: true means nf4 with double "
+                       "quantisation, computed in the type of mixed_precision. Write that alone, "
+                       "or mixed_precision: fp8 for a base in 8 bits.",
+                       key);
+}
+
+// A base in 4 bits is for adapters on ranks that each have all of it.
+void check_4_bits(const TrainingArguments& a, Problems& problems) {
+  const auto refuse = [&](std::string_view why) {
+    problems.add(fmt::format("model.load_in_4bit {}", why));
+  };
+  if (!a.lora)
+    refuse("is for a frozen base, and nothing trains beside it. Add `lora`, or delete it.");
+  if (a.mixed_precision == "fp8")
+    refuse("and mixed_precision: fp8 are two ways to store the base. Write mixed_precision: bf16.");
+  const char* const divided = train::fsdp_plan(a).on           ? "fsdp"
+                              : a.tensor_parallel_degree > 1   ? "tensor_parallel_degree"
+                              : a.pipeline_parallel_degree > 1 ? "pipeline_parallel_degree"
+                                                               : nullptr;
+  if (divided != nullptr)
+    refuse(
+        fmt::format("keeps all of the base on every rank, and {} divides it. Keep one.", divided));
+}
+
 // `path` or `config`, exactly one of which is given: config.json says what the model is.
 void read_hugging_face_keys(MapReader& keys, ModelConfig& model) {
   model.weights = keys.text("path", "");
   const std::string config = keys.text("config", "");
+  model.load_in_4bit = keys.boolean("load_in_4bit", false);
+  refuse_bitsandbytes(keys);
   if (!model.weights.empty() && !config.empty())
     throw UsageError("config",
                      "model.path takes the config.json of its own folder. Delete model.config, or "
@@ -535,6 +568,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
     note_length(*model.hugging_face, task);
     note_load_balancing(*model.hugging_face, task, a);
   }
+  if (model.load_in_4bit) problems.attempt([&] { check_4_bits(a, problems); });
   problems.attempt([&] {
     if (model.device_map && train::fsdp_plan(a).on)
       throw UsageError("config",
@@ -570,6 +604,11 @@ void read_lora(const TrainingArguments& a, bool model_is_right, TaskConfig& task
   const models::CausalLmConfig config = causal_lm_config(task.model);
   const models::LoraTargets targets(lora);
   targets.check_ranks(targets.select(config.spec()), config.spec());
+  if (task.model.load_in_4bit) {
+    std::vector<std::string> in_blocks = models::linear_layers(config.spec());
+    std::erase(in_blocks, config.spec().head.name);
+    targets.refuse_saved_whole(in_blocks);
+  }
   std::string& base = lora.base_model_name_or_path;
   if (base.empty()) base = task.model.weights;
   // PEFT resolves a relative path where it runs, which is rarely where this run began.

@@ -70,6 +70,7 @@ struct ModelConfig {
   std::string weights{};  // a folder; empty: random initial weights
   // from a Hugging Face folder; `weights` is that folder if its weights are loaded too
   std::optional<models::CausalLmConfig> hugging_face{};
+  bool load_in_4bit = false;         // of Hugging Face's: the linear layers of its blocks
   std::optional<Node> device_map{};  // for a language model; where the GPUs are is not known yet
   std::int64_t vocab_size = 0;       // of a language model
   std::int64_t n_positions = 0;      // the longest sequence that it takes

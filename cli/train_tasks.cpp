@@ -295,9 +295,10 @@ models::CausalLmPtr make_net(const ModelConfig& model, std::optional<std::int64_
     load_weights(model.weights, *net);
     return net;
   }
-  if (model.weights.empty()) return models::make_causal_lm(*model.hugging_face);
+  const bool nf4 = model.load_in_4bit;
+  if (model.weights.empty()) return models::make_causal_lm(*model.hugging_face, {.nf4 = nf4});
   check_whole(model.weights, io::Depth::kFull);
-  const auto net = models::load_pretrained(model.weights);
+  const auto net = models::load_pretrained(model.weights, {.nf4 = nf4});
   net->train();
   return net;
 }
@@ -369,8 +370,9 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
 // ---------------------------------------------------------------- adapters
 
 // Call it after the model has its weights. Checkpoints then hold only the adapters.
-void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const TrainingArguments& a,
+void add_adapters(TrainerTask& task, const TaskConfig& wanted, const TrainingArguments& a,
                   c10::Device device) {
+  const models::LoraConfig& lora = *wanted.lora;
   torch::nn::Module& module = *task.module;
   models::add_lora(module, lora);
   // Autocasting computes with these bits anyway, but would hold the base twice.
@@ -387,7 +389,8 @@ void add_adapters(TrainerTask& task, const models::LoraConfig& lora, const Train
       .stem = models::kAdapterStem,
       .config = models::kAdapterConfig,
       .tensors = [net = task.module, lora] { return models::lora_tensors(*net, lora); },
-      .function = models::function_text(lora, task.model_files.function)};
+      .function =
+          models::function_text(lora, task.model_files.function, wanted.model.load_in_4bit)};
 }
 
 }  // namespace
@@ -416,7 +419,7 @@ TrainerTask make_task(TaskConfig wanted, const TrainingArguments& a, const Mesh&
   else
     set_loss(task, models::ResNet(resnet_config(wanted)).ptr(), a.label_smoothing_factor);
   if (!has_language_model) load_weights(model.weights, *task.module);
-  if (wanted.lora) add_adapters(task, *wanted.lora, a, world.device());
+  if (wanted.lora) add_adapters(task, wanted, a, world.device());
   if (data.format) task.model_files.texts = {{kPromptFormat, prompt_format_text(*data.format)}};
   // A split model waits for its other devices.
   task.capturable = !model.device_map;

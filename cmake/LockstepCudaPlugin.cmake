@@ -15,7 +15,8 @@ endif()
 set(kernels ${CMAKE_SOURCE_DIR}/lockstep/kernels/cuda)
 add_library(lockstep_cuda_kernels OBJECT
   ${kernels}/norm.cu ${kernels}/cross_entropy.cu
-  ${kernels}/elementwise.cu ${kernels}/adamw.cu ${kernels}/lora.cu ${kernels}/fp8.cu)
+  ${kernels}/elementwise.cu ${kernels}/adamw.cu ${kernels}/lora.cu ${kernels}/fp8.cu
+  ${kernels}/nf4.cu)
 add_library(lockstep_cuda_kernels_90 OBJECT ${kernels}/cross_entropy_pipelined.cu)
 set_target_properties(lockstep_cuda_kernels PROPERTIES CUDA_ARCHITECTURES "80-virtual;90a-real")
 set_target_properties(lockstep_cuda_kernels_90 PROPERTIES

@@ -15,6 +15,7 @@
 #include "lockstep/models/device_map.h"
 #include "lockstep/models/linear.h"
 #include "lockstep/nn/functional.h"
+#include "lockstep/nn/nf4.h"
 #include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models {
@@ -31,7 +32,9 @@ CausalLm::CausalLm(CausalLmConfig given, const ParameterOptions& options)
   const DecoderSpec& spec = config_.spec();
   decoder_ = register_module(spec.prefix, std::make_shared<detail::Decoder>(spec, options));
   if (spec.tied) return;
-  head_ = register_module(spec.head.name, detail::make_linear(spec.head, options));
+  ParameterOptions of_head = options;
+  of_head.nf4 = false;
+  head_ = register_module(spec.head.name, detail::make_linear(spec.head, of_head));
   // Drawn a second time, so that a seed keeps giving the same initial weights.
   if (options.draw) detail::draw(head_->weight, spec.head.deviation);
 }
@@ -194,7 +197,11 @@ void CausalLm::to(c10::Device device, bool non_blocking) {
 
 std::int64_t CausalLm::parameter_count() const {
   std::int64_t count = 0;
-  for (const auto& parameter : parameters()) count += parameter.numel();
+  for (const auto& parameter : parameters())
+    if (!nn::is_nf4(parameter)) count += parameter.numel();
+  for (const auto& part : modules())
+    if (const auto* linear = part->as<LinearImpl>(); linear != nullptr && linear->options.nf4())
+      count += linear->options.in_features() * linear->options.out_features();
   return count;
 }
 

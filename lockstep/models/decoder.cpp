@@ -46,7 +46,7 @@ bool slices_equally(const Linear& layer) {
 }
 
 bool computes_in_fp8(const Linear& layer, const Pass& pass) {
-  if (!pass.fp8) return false;
+  if (!pass.fp8 || layer->options.nf4()) return false;
   if (!slices_equally(layer)) {
     nn::warn_not_in_fp8(layer->options.in_features(), layer->options.out_features(),
                         "because tensor parallel ranks have slices of unequal width of it");
@@ -98,7 +98,7 @@ at::Tensor project_out(Linear layer, const nn::Fp8Input& x, const Pass& pass, bo
 // Layers of one input whose weights can be rows of one matrix.
 bool can_stack(const std::vector<Linear>& layers) {
   return layers.size() > 1 && std::ranges::all_of(layers, [&](const Linear& layer) {
-           return !layer->has_lora() && !layer->stored_fp8() &&
+           return !layer->has_lora() && !layer->stored_fp8() && !layer->options.nf4() &&
                   layer->bias.defined() == layers.front()->bias.defined() &&
                   layer->options.layout() == WeightLayout::kOutIn;
          });
@@ -355,7 +355,7 @@ class DecoderMlp : public DecoderBranch<MlpSpec> {
     }
     const at::Tensor bias = with_bias ? out_->bias : at::Tensor();
     if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
-        first->bias.defined() && !first->has_lora() && !out_->has_lora()) {
+        first->bias.defined() && !first->has_lora() && !out_->has_lora() && !first->options.nf4()) {
       const at::Tensor y = nn::gelu_mlp(x.values, first->out_in(), first->bias, out_->out_in(),
                                         pass.tensor ? at::Tensor() : bias);
       return pass.tensor ? leave(in.release({y})[0], bias, pass) : y;

@@ -12,12 +12,15 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/models/causal_lm.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pass.h"
 #include "lockstep/models/pretrained.h"
 #include "lockstep/nn/device_for_test.h"
 #include "lockstep/nn/fp8.h"
+#include "lockstep/nn/nf4.h"
 #include "lockstep/optim/amp.h"
+#include "lockstep/parallel/activation_checkpoint.h"
 
 namespace lockstep::models {
 namespace {
@@ -418,6 +421,47 @@ TEST(Fp8Models, AFrozenBaseIsCastOnceWithTheSameResults) {
       const double merged = fp8_loss(*model, ids, targets, std::nullopt).item<double>();
       EXPECT_NEAR(merged, plain, 2e-3 * plain) << family.name;
     }
+}
+
+TEST(Nf4Models, ComputeAsTheBaseThatTheirBytesAreDecodedTo) {
+  for (const Case& family : {cases()[0], cases()[2], cases()[3], cases()[4]}) {
+    const auto make = [&](bool nf4) {
+      torch::manual_seed(31);
+      const CausalLmPtr model = make_causal_lm(family.config, {.nf4 = nf4});
+      LoraConfig lora = all_linear();
+      lora.init_lora_weights = LoraInit::kRandom;
+      add_lora(*model, lora);
+      return model;
+    };
+    const CausalLmPtr packed = make(true), plain = make(false);
+    auto plain_modules = plain->named_modules();
+    std::size_t decoded = 0;
+    for (const auto& item : packed->named_modules()) {
+      const auto* const from = item.value()->as<LinearImpl>();
+      if (from == nullptr || !from->options.nf4()) continue;
+      const auto& to = *plain_modules[item.key()]->as<LinearImpl>();
+      const at::Tensor weight = nn::from_nf4(from->weight, to.options.in_features(), at::kFloat);
+      at::Tensor(to.weight.detach())
+          .copy_(to.options.layout() == WeightLayout::kInOut ? weight.t() : weight);
+      ++decoded;
+    }
+    EXPECT_EQ(decoded, linear_layers(family.config.spec()).size() - (family.config.tied() ? 0 : 1));
+    EXPECT_EQ(packed->parameter_count(), plain->parameter_count()) << family.name;
+    packed->to(nn::test_device());
+    plain->to(nn::test_device());
+    const auto [ids, targets] = sample();
+    for (const bool fused : {false, true}) {
+      const Result want = run(*plain, fused, ids, targets);
+      expect_same(run(*packed, fused, ids, targets), want, family.name);
+      packed->run_blocks_with(lockstep::checkpoint);
+      expect_same(run(*packed, fused, ids, targets), want, family.name);
+      packed->run_blocks_with({});
+      const optim::Autocast autocast(nn::test_device(), at::kBFloat16);
+      const double loss = run(*plain, fused, ids, targets).loss.item<double>();
+      EXPECT_NEAR(run(*packed, fused, ids, targets).loss.item<double>(), loss, 1e-3 * loss)
+          << family.name;
+    }
+  }
 }
 
 // A model of one block, composed of the operations that it consists of. None hands over the largest

@@ -5,19 +5,30 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/nn/functional.h"
+#include "lockstep/nn/nf4.h"
 #include "lockstep/nn/tensor_group.h"
 
 namespace lockstep::models {
 namespace {
 
+// bitsandbytes' blocks go along [out, in], whatever the layout is.
+at::Tensor encoded(const LinearOptions& o, const at::Tensor& weight) {
+  return nn::to_nf4(o.layout() == WeightLayout::kInOut ? weight.t() : weight);
+}
+
 at::Tensor initial_weight(const LinearOptions& o) {
   if (o.in_features() < 1 || o.out_features() < 1)
     throw UsageError("linear", "a layer of {} inputs and {} outputs. Both must be positive.",
                      o.in_features(), o.out_features());
+  if (o.nf4() && o.deviation() == 0)
+    return torch::zeros(nn::nf4_sizes(o.out_features(), o.in_features()),
+                        o.tensors().dtype(at::kByte));
   const bool in_first = o.layout() == WeightLayout::kInOut;
   const auto weight = in_first ? torch::empty({o.in_features(), o.out_features()}, o.tensors())
                                : torch::empty({o.out_features(), o.in_features()}, o.tensors());
-  return o.deviation() == 0 ? weight.zero_() : weight.normal_(0, o.deviation());
+  if (o.deviation() == 0) return weight.zero_();
+  weight.normal_(0, o.deviation());
+  return o.nf4() ? encoded(o, weight) : weight;
 }
 
 bool autocasts(const at::Tensor& x) {
@@ -32,7 +43,8 @@ at::ScalarType adapter_type(const at::Tensor& weight) {
 }  // namespace
 
 LinearImpl::LinearImpl(const LinearOptions& given)
-    : options(given), weight(register_parameter("weight", initial_weight(given))) {
+    : options(given),
+      weight(register_parameter("weight", initial_weight(given), /*requires_grad=*/!given.nf4())) {
   if (options.bias())
     bias = register_parameter("bias", torch::zeros({options.out_features()}, options.tensors()));
 }
@@ -76,6 +88,10 @@ at::Tensor LinearImpl::forward(const at::Tensor& x, bool with_bias,
 at::Tensor LinearImpl::base_forward(at::Tensor x, bool with_bias) {
   at::Tensor own_bias = with_bias ? bias : at::Tensor();
   const at::Tensor own = usable_weight();
+  if (options.nf4()) {
+    if (autocasts(x)) x = x.to(at::autocast::get_autocast_dtype(x.device().type()));
+    return nn::linear(x, own, own_bias);
+  }
   if (!autocasts(x)) {
     x = x.to(own.scalar_type());
     if (own_bias.defined()) own_bias = own_bias.to(own.scalar_type());
@@ -96,12 +112,11 @@ at::Tensor LinearImpl::forward_fused(const at::Tensor& x, bool with_bias,
   // The fused operation takes a frozen base only, and no dropout mask of a slice of the inputs.
   const bool drops_slice = group && cut_by_inputs() && lora_.dropout > 0 && is_training();
   if (weight.requires_grad() || drops_slice) {
-    const at::Tensor own = weight.requires_grad() ? out_in() : out_in().to(x.scalar_type());
-    const at::Tensor y = nn::linear(x, own, own_bias);
+    const at::Tensor y = nn::linear(x, weight.requires_grad() ? out_in() : frozen_for(x), own_bias);
     const at::Tensor low = nn::linear(dropped(x, group), a, {}) * lora_.scaling;
     return y + nn::linear(low, b, {});
   }
-  return nn::lora_linear(x, out_in().to(x.scalar_type()), own_bias, a, b,
+  return nn::lora_linear(x, frozen_for(x), own_bias, a, b,
                          {.scaling = lora_.scaling, .dropout = is_training() ? lora_.dropout : 0});
 }
 
@@ -138,7 +153,28 @@ at::Tensor LinearImpl::usable_weight() const {
 
 at::Tensor LinearImpl::out_in() const {
   const at::Tensor own = usable_weight();
-  return options.layout() == WeightLayout::kInOut ? own.t() : own;
+  return options.layout() == WeightLayout::kInOut && !options.nf4() ? own.t() : own;
+}
+
+at::Tensor LinearImpl::frozen_for(const at::Tensor& x) const {
+  return options.nf4() ? weight : out_in().to(x.scalar_type());
+}
+
+void LinearImpl::assign_nf4(const at::Tensor& values) {
+  weight.copy_(encoded(options, values));
+}
+
+void LinearImpl::to(c10::Device device, c10::ScalarType dtype, bool non_blocking) {
+  if (!options.nf4()) return Module::to(device, dtype, non_blocking);
+  const at::Tensor bytes = weight.detach();
+  weight.set_data(bytes.slice(0, 0, 0));  // for which a conversion costs nothing
+  Module::to(device, dtype, non_blocking);
+  weight.set_data(bytes.to(device, non_blocking));
+}
+
+void LinearImpl::to(c10::ScalarType dtype, bool non_blocking) {
+  if (!options.nf4()) return Module::to(dtype, non_blocking);
+  to(weight.device(), dtype, non_blocking);
 }
 
 void LinearImpl::store_fp8(nn::Fp8Recipe recipe) {
@@ -161,7 +197,7 @@ void LinearImpl::attach_lora(const LoraShape& shape) {
     throw UsageError("lora", "an adapter of rank {}. The rank is 1 or more.", shape.r);
   const auto part = [&](std::int64_t in, std::int64_t out) {
     torch::nn::Linear linear(torch::nn::LinearOptions(in, out).bias(false));
-    linear->to(weight.device(), adapter_type(weight));
+    linear->to(weight.device(), options.nf4() ? at::kFloat : adapter_type(weight));
     linear->train(is_training());
     return linear;
   };
@@ -172,6 +208,11 @@ void LinearImpl::attach_lora(const LoraShape& shape) {
 
 void LinearImpl::merge_lora() {
   if (!has_lora() || merged()) return;
+  if (options.nf4())
+    throw UsageError("lora",
+                     "an adapter is not merged into a weight in 4 bits, which would lose most of "
+                     "it. Save the adapter, and merge it into the base model's own weights: "
+                     "lockstep checkpoint merge.");
   const torch::NoGradGuard no_grad;
   at::Tensor sum = torch::mm(lora_B->weight, lora_A->weight) * lora_.scaling;
   if (options.layout() == WeightLayout::kInOut) sum = sum.t();

@@ -34,6 +34,8 @@ struct LinearOptions {
   TORCH_ARG(double, deviation) = 0.02;
   // Type and device of both tensors.
   TORCH_ARG(at::TensorOptions, tensors);
+  // Stores the weight in 4 bits (nn/nf4.h), which cannot be trained.
+  TORCH_ARG(bool, nf4) = false;
   // Whether add_lora() may attach an adapter to this layer.
   TORCH_ARG(bool, adaptable) = true;
 };
@@ -61,12 +63,20 @@ class LinearImpl : public torch::nn::Module {
                            const nn::TensorGroupPtr& group = {});
   // Multiplies with the weight in fp8; an adapter's products are in x's type.
   at::Tensor forward_fp8(const nn::Fp8Input& x, nn::Fp8Recipe recipe, bool with_bias = true);
-  // The weight as [out, in]; a weight stored in fp8 is returned in bfloat16.
+  // The weight as [out, in]; a weight stored in fp8 is returned in bfloat16, one in 4 bits as the
+  // bytes that nn::linear() takes.
   at::Tensor out_in() const;
+  // Encodes a weight in the layer's layout, for a layer that stores it in 4 bits.
+  void assign_nf4(const at::Tensor& values);
   // Stores a frozen weight as fp8 and its transpose: as much memory as in 16 bits, and nothing is
   // cast in a step. Sizes that fp8 does not cover stay as they are.
   void store_fp8(nn::Fp8Recipe recipe);
   bool stored_fp8() const { return stored_.matrix.defined(); }
+
+  // A weight in 4 bits keeps its type.
+  using torch::nn::Module::to;
+  void to(c10::Device device, c10::ScalarType dtype, bool non_blocking = false) override;
+  void to(c10::ScalarType dtype, bool non_blocking = false) override;
 
   // With an adapter forward adds scaling * lora_B(lora_A(dropout(x))); lora.h attaches them to a
   // whole model. The adapter is float32 beside a weight in 16 bits, where x is converted for it.
@@ -94,6 +104,8 @@ class LinearImpl : public torch::nn::Module {
   Factors factors(const nn::TensorGroupPtr& group) const;
   bool cut_by_inputs() const;
   at::Tensor dropped(const at::Tensor& x, const nn::TensorGroupPtr& group) const;
+  // A frozen weight as lora_linear() takes it.
+  at::Tensor frozen_for(const at::Tensor& x) const;
   // The weight in its layout, converted to a type that can be multiplied.
   at::Tensor usable_weight() const;
   const nn::Fp8Pair& stored() const;

@@ -190,8 +190,12 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
   refuse_other_modules(module, targets, config);
   const NamedLinears linears =
       linears_of(module, [](const LinearImpl& linear) { return linear.options.adaptable(); });
-  std::vector<std::string> names;
-  for (const auto& [name, linear] : linears) names.push_back(name);
+  std::vector<std::string> names, in_4_bits;
+  for (const auto& [name, linear] : linears) {
+    names.push_back(name);
+    if (linear->options.nf4()) in_4_bits.push_back(name);
+  }
+  targets.refuse_saved_whole(in_4_bits);
   names = targets.select(names);
   const std::set<std::string> chosen(names.begin(), names.end());
   for (const auto& [name, linear] : linears) {
@@ -208,7 +212,7 @@ std::vector<std::string> add_lora(torch::nn::Module& module, const LoraConfig& c
 
 void convert_frozen_weights(torch::nn::Module& module, at::ScalarType type) {
   for (const auto& [name, linear] : linears_of(module))
-    if (!linear->weight.requires_grad() && !linear->stored_fp8())
+    if (!linear->weight.requires_grad() && !linear->stored_fp8() && !linear->options.nf4())
       linear->weight.set_data(linear->weight.detach().to(type));
 }
 

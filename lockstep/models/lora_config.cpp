@@ -269,7 +269,7 @@ std::string adapter_config_text(const LoraConfig& c, bool fan_in_fan_out) {
          "\n";
 }
 
-std::string function_text(const LoraConfig& c, const std::string& base) {
+std::string function_text(const LoraConfig& c, const std::string& base, bool load_in_4bit) {
   std::vector<Node> alphas;  // in their order: the first that matches counts
   for (const auto& [name, alpha] : c.alpha_pattern)
     alphas.push_back(list_node({text_node(name), real_node(alpha)}));
@@ -279,6 +279,7 @@ std::string function_text(const LoraConfig& c, const std::string& base) {
                           map_node({{"lora_alpha", real_node(c.lora_alpha)},
                                     {"use_rslora", bool_node(c.use_rslora)},
                                     {"alpha_pattern", list_node(std::move(alphas))}})});
+  root.entries.push_back({"load_in_4bit", {}, bool_node(load_in_4bit)});
   return to_json(root) + "\n";
 }
 
@@ -403,6 +404,15 @@ void LoraTargets::refuse_experts(const DecoderSpec& spec) const {
                      "target_modules [q_proj, k_proj, v_proj, o_proj].",
                      whole ? "modules_to_save" : "target_modules", name);
   }
+}
+
+void LoraTargets::refuse_saved_whole(const std::vector<std::string>& in_4_bits) const {
+  for (const std::string& name : in_4_bits)
+    if (is_saved_whole(name))
+      throw UsageError("lora",
+                       "modules_to_save names {}, whose weight is stored in 4 bits and cannot be "
+                       "trained. Give it an adapter (target_modules), or delete load_in_4bit.",
+                       name);
 }
 
 void LoraTargets::check_ranks(const std::vector<std::string>& chosen,

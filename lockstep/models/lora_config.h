@@ -78,7 +78,8 @@ std::string adapter_config_text(const LoraConfig& config, bool fan_in_fan_out);
 
 // The adapters' and their base's computation beside the weights (base: "" or
 // function_text(net->config())), as JSON. For ModelFiles::function (lockstep/train/task.h).
-std::string function_text(const LoraConfig& config, const std::string& base);
+std::string function_text(const LoraConfig& config, const std::string& base,
+                          bool load_in_4bit = false);
 
 // Throws UsageError for values that make no adapter.
 void check_lora_config(const LoraConfig& config);
@@ -97,6 +98,8 @@ class LoraTargets {
   // UsageError where a router or an expert matches: PEFT adapts all experts' weights together, also
   // with "all-linear", which is not supported here.
   void refuse_experts(const DecoderSpec& spec) const;
+  // UsageError where modules_to_save names one of these layers, whose weights are in 4 bits.
+  void refuse_saved_whole(const std::vector<std::string>& in_4_bits) const;
   // UsageError where the rank of a chosen layer is above its inputs or outputs: such an adapter
   // trains more than the layer has, and computes nothing that a lower rank does not.
   void check_ranks(const std::vector<std::string>& chosen, const DecoderSpec& spec) const;

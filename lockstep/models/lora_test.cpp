@@ -16,6 +16,7 @@
 #include "lockstep/core/problems.h"
 #include "lockstep/models/causal_lm.h"
 #include "lockstep/models/linear.h"
+#include "lockstep/models/pretrained.h"
 #include "lockstep/nn/tensor_group.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/amp.h"
@@ -329,6 +330,30 @@ TEST(Lora, MergesAndRestoresTheBaseToTheBit) {
       EXPECT_TRUE(torch::equal(item.value(), before[item.key()])) << item.key();
     EXPECT_TRUE(torch::equal(gpt(adapted_ids()), plain));
   }
+}
+
+TEST(Lora, LeavesABaseIn4BitsAsItIs) {
+  torch::manual_seed(1);
+  const CausalLmPtr model = make_causal_lm(CausalLmConfig{.model = kAdapted}, {.nf4 = true});
+  LoraConfig saving = kBasic;
+  saving.modules_to_save = {"mlp.c_fc"};
+  EXPECT_THAT(message_of([&] { add_lora(*model, saving); }),
+              HasSubstr("modules_to_save names transformer.h.0.mlp.c_fc, whose weight is stored in "
+                        "4 bits"));
+  add_lora(*model, kBasic);
+  const auto parameters = model->named_parameters();
+  const at::Tensor& weight = parameters["transformer.h.0.attn.c_attn.weight"];
+  EXPECT_EQ(weight.scalar_type(), at::kByte);
+  const at::Tensor before = weight.clone();
+  convert_frozen_weights(*model, at::kBFloat16);
+  model->to(at::kDouble);
+  model->to(at::kCPU, at::kFloat);
+  EXPECT_TRUE(torch::equal(weight, before));
+  EXPECT_EQ(parameters["transformer.wte.weight"].scalar_type(), at::kFloat);  // and the head
+  EXPECT_THAT(message_of([&] { merge_lora(*model); }),
+              HasSubstr("[lora] an adapter is not merged into a weight in 4 bits"));
+  EXPECT_THAT(message_of([&] { save_pretrained(*model, "nowhere"); }),
+              HasSubstr("attn.c_attn.weight' is stored in 4 bits, and is not saved as a model"));
 }
 
 TEST(Lora, UnloadsToAPlainModel) {

@@ -35,6 +35,9 @@ struct ParameterOptions {
   // Initial weights are drawn on the CPU in float32, from LibTorch's default generator, and are the
   // same on every device. False: nothing is drawn, because the weights are loaded.
   bool draw = true;
+  // Linear layers of blocks store their weights in 4 bits (nn/nf4.h), each as soon as it is drawn
+  // or loaded. For frozen models: the weights cannot be trained.
+  bool nf4 = false;
 };
 
 // Keys and values of the tokens that a model has seen, so that the next token costs one column of

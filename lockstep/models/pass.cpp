@@ -29,7 +29,7 @@ Linear make_linear(const Projection& projection, const ParameterOptions& paramet
                    bool adaptable) {
   LinearOptions options(projection.in, projection.out());
   options.bias(projection.bias).layout(projection.layout).deviation(projection.deviation);
-  options.adaptable(adaptable);
+  options.adaptable(adaptable).nf4(parameters.nf4 && adaptable);
   if (!parameters.draw)
     options.deviation(0).tensors(
         at::TensorOptions().dtype(parameters.dtype).device(parameters.device));

@@ -2,9 +2,13 @@
 
 #include <torch/torch.h>
 
+#include <map>
+
 #include "lockstep/core/error.h"
 #include "lockstep/io/tensors.h"
+#include "lockstep/models/linear.h"
 #include "lockstep/nn/divided.h"
+#include "lockstep/nn/nf4.h"
 
 namespace lockstep::models {
 namespace {
@@ -22,7 +26,8 @@ CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions&
   // Blocks are already on their devices: moved when made, or divided over ranks.
   for (at::Tensor& parameter : model->parameters())
     if (nn::rows_of(parameter) == nullptr)
-      parameter.set_data(parameter.detach().to(options.device, options.dtype));
+      parameter.set_data(
+          parameter.detach().to(options.device, nn::is_nf4(parameter) ? at::kByte : options.dtype));
   return model;
 }
 
@@ -30,12 +35,22 @@ CausalLmPtr load_pretrained(const std::string& folder, const PretrainedOptions& 
   const CausalLmConfig config = read_config(folder);
   const io::SafetensorsSet files(folder);
   const std::vector<FoundWeight> weights = find_weights(folder, files, config);
-  const CausalLmPtr model =
-      make_causal_lm(config, {.dtype = options.dtype, .device = options.device, .draw = false});
+  const CausalLmPtr model = make_causal_lm(
+      config,
+      {.dtype = options.dtype, .device = options.device, .draw = false, .nf4 = options.nf4});
   const torch::NoGradGuard no_grad;
   auto parameters = model->named_parameters();
-  for (const FoundWeight& weight : weights)
-    nn::assign(parameters[weight.name], io::mapped_tensor(*weight.file.file, *weight.file.entry));
+  std::map<std::string, LinearImpl*> in_4_bits;  // by the name of the weight
+  for (const auto& item : model->named_modules())
+    if (auto* linear = item.value()->as<LinearImpl>(); linear != nullptr && linear->options.nf4())
+      in_4_bits[item.key() + ".weight"] = linear;
+  for (const FoundWeight& weight : weights) {
+    const at::Tensor values = io::mapped_tensor(*weight.file.file, *weight.file.entry);
+    if (const auto found = in_4_bits.find(weight.name); found != in_4_bits.end())
+      found->second->assign_nf4(values);
+    else
+      nn::assign(parameters[weight.name], values);
+  }
   model->eval();
   return model;
 }
@@ -49,6 +64,10 @@ void save_pretrained(const CausalLm& model, const std::string& folder, const Sav
   at::ScalarType dtype = at::kFloat;
   for (const io::TensorShape& tensor : tensors_of(model.config())) {
     const at::Tensor& parameter = parameters[tensor.name];
+    if (nn::is_nf4(parameter))
+      throw UsageError("models",
+                       "'{}' is stored in 4 bits, and is not saved as a model. Save its adapter.",
+                       tensor.name);
     nn::check_whole(tensor.name, parameter);
     held.push_back(parameter.detach().cpu().contiguous());
     tensors.push_back(io::bytes_of_tensor(tensor.name, held.back()));

@@ -24,6 +24,7 @@ CausalLmPtr make_causal_lm(const CausalLmConfig& config, const ParameterOptions&
 struct PretrainedOptions {
   c10::ScalarType dtype = c10::kFloat;  // weights of another type are converted
   c10::Device device = c10::kCPU;
+  bool nf4 = false;  // ParameterOptions::nf4
 };
 
 // Returns the model in evaluation mode, as from_pretrained() does. UsageError for unsupported

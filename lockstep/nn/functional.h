@@ -78,7 +78,8 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
 
 // A float weight with an input in bfloat16 or float16 is converted to the input's dtype in each
 // call, and its gradient is computed in float. On a GPU the product adds it to a .grad that is
-// there, unless a hook waits for it.
+// there, unless a hook waits for it. A frozen weight in 4 bits (nf4.h) is taken by linear() and
+// lora_linear().
 
 // x weight^T + bias, weight [out, in]; pass weight.t() for one that is stored [in, out].
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);

@@ -13,6 +13,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/nn/fp8.h"
 #include "lockstep/nn/functional.h"
+#include "lockstep/nn/nf4.h"
 #include "lockstep/nn/on_cuda.h"
 
 namespace lockstep::nn {
@@ -178,6 +179,11 @@ at::Tensor affine(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                         : at::mm(x, weight.t());
 }
 
+// A weight as it is multiplied with rows of x: one in 4 bits is decoded here, for one product.
+at::Tensor decoded(const at::Tensor& weight, const at::Tensor& x) {
+  return is_nf4(weight) ? from_nf4(weight, x.size(-1), x.scalar_type()) : weight;
+}
+
 // One product for all weights of an input: their outputs are side by side.
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
@@ -195,7 +201,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     ctx->saved_data["widths"] = widths;
     detail::save_type(ctx, "weight_type", weights.front());
     detail::save_type(ctx, "bias_type", detail::from_none(bias_or_none));
-    return with_last(affine(detail::flat(x), weight_used, detail::from_none(bias_used)), x);
+    const at::Tensor rows = detail::flat(x);
+    return with_last(affine(rows, decoded(weight_used, rows), detail::from_none(bias_used)), x);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -204,7 +211,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor x = detail::flat(saved[0]), dy = detail::flat(grads[0]).contiguous();
     const auto widths = ctx->saved_data["widths"].toIntVector();
     variable_list result(1);
-    if (ctx->needs_input_grad(0)) result[0] = at::mm(dy, saved[1]).view(saved[0].sizes());
+    if (ctx->needs_input_grad(0))
+      result[0] = at::mm(dy, decoded(saved[1], x)).view(saved[0].sizes());
     std::int64_t first = 0;
     for (std::size_t i = 0; i < widths.size(); ++i) {
       const auto part = [&](const at::Tensor& t, int dimension) {
@@ -390,15 +398,15 @@ NarrowInput drop_and_narrow(const at::Tensor& x, const at::Tensor& low, double p
   return out;
 }
 
-// The frozen weight that an adapter belongs to: a tensor, or fp8.
+// The frozen weight that an adapter belongs to: a tensor, NF4, or fp8.
 struct LoraBase {
-  at::Tensor weight{};  // [out, in]
+  at::Tensor weight{};  // [out, in], or to_nf4() of it
   Fp8Pair fp8{};
 
   // y += rows weight^T
   void add_forward(at::Tensor& y, const at::Tensor& rows, const at::Tensor& amax) const {
     if (weight.defined())
-      y.addmm_(rows, weight.t());
+      y.addmm_(rows, decoded(weight, rows).t());
     else
       detail::fp8_product(cast(rows, at::kFloat8_e4m3fn, amax), fp8.matrix, y,
                           {.add = true, .fast = true});
@@ -406,7 +414,7 @@ struct LoraBase {
   // dx += dy weight
   void add_backward(at::Tensor& dx, const at::Tensor& dy) const {
     if (weight.defined())
-      dx.addmm_(dy, weight);
+      dx.addmm_(dy, decoded(weight, dx));
     else
       detail::fp8_product(cast(dy, at::kFloat8_e5m2, {}), fp8.transposed, dx, {.add = true});
   }
@@ -445,7 +453,8 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
     const auto [narrow, mask] = drop_and_narrow(rows, low, options.dropout);
     at::Tensor y;
     if (bias.defined() && base.weight.defined()) {
-      y = affine(rows, base.weight, bias).addmm_(narrow, high.t(), 1, options.scaling);
+      y = affine(rows, decoded(base.weight, rows), bias)
+              .addmm_(narrow, high.t(), 1, options.scaling);
     } else {
       y = at::empty({rows.size(0), b.size(0)}, rows.options());
       at::addmm_out(y, y, narrow, high.t(), /*beta=*/0, options.scaling);
@@ -490,9 +499,10 @@ class LoraFunction : public torch::autograd::Function<LoraFunction> {
 
 void check_linear(const char* who, const at::Tensor& x, std::int64_t in, const at::Tensor& weight,
                   const at::Tensor& bias) {
-  detail::require(
-      x.defined() && weight.defined() && x.dim() > 0 && weight.dim() == 2 && in == weight.size(1),
-      who, "weight must be [out, in], where in is the input's last dimension", x, weight);
+  detail::require(x.defined() && weight.defined() && x.dim() > 0 && weight.dim() == 2 &&
+                      (is_nf4(weight) || in == weight.size(1)),
+                  who, "weight must be [out, in], where in is the input's last dimension", x,
+                  weight);
   detail::require(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), who,
                   "bias must be [out] of weight [out, in]", weight, bias);
 }
@@ -512,7 +522,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   constexpr const char* kWho = "linear";
   check_linear(kWho, x, last_of(x), weight, bias);
   return LinearFunction::apply(x, at::TensorList(weight), detail::or_none(bias),
-                               detail::weight_for(kWho, x, weight),
+                               is_nf4(weight) ? weight : detail::weight_for(kWho, x, weight),
                                detail::or_none(bias_for(x, bias)));
 }
 
@@ -524,8 +534,8 @@ at::Tensor linear(const at::Tensor& x, const std::vector<at::Tensor>& weights,
   std::int64_t out = 0;
   for (const at::Tensor& weight : weights) {
     check_linear(kWho, x, last_of(x), weight, {});
-    detail::require(weight.dtype() == weights.front().dtype(), kWho,
-                    "all weights must have one dtype", weights.front(), weight);
+    detail::require(weight.is_floating_point() && weight.dtype() == weights.front().dtype(), kWho,
+                    "all weights must have one floating point dtype", weights.front(), weight);
     out += weight.size(0);
   }
   const at::Tensor used = at::empty({out, weights.front().size(1)}, x.options());
@@ -567,7 +577,7 @@ at::Tensor lora_linear(const at::Tensor& x, const at::Tensor& weight, const at::
                        const at::Tensor& a, const at::Tensor& b, const LoraOptions& options) {
   constexpr const char* kWho = "lora_linear";
   check_linear(kWho, x, last_of(x), weight, bias);
-  detail::require(weight.scalar_type() == x.scalar_type(), kWho,
+  detail::require(is_nf4(weight) || weight.scalar_type() == x.scalar_type(), kWho,
                   "the base weight must have the input's dtype", x, weight);
   check_lora(kWho, x, weight.size(0), a, b, options);
   return LoraFunction::apply(x, weight, detail::or_none(bias), a, b, detail::or_none({}), Fp8Pair{},

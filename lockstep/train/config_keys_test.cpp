@@ -65,7 +65,8 @@ TEST(KeyHints, KnowTheWordsOfPeers) {
   EXPECT_THAT(hint("train_micro_batch_size_per_gpu"),
               HasSubstr("Did you mean per_device_train_batch_size?"));
   EXPECT_THAT(hint("lora_r"), HasSubstr("Did you mean lora.r? Write lora: {r: 16, lora_alpha"));
-  EXPECT_THAT(hint("load_in_4bit"), HasSubstr("is a key of TRL's"));
+  EXPECT_THAT(hint("load_in_4bit"), HasSubstr("Write model: {path: FOLDER, load_in_4bit: true}"));
+  EXPECT_THAT(hint("bnb_4bit_quant_type"), HasSubstr("is a key of TRL's"));
   EXPECT_THAT(hint("nproc_per_node"), HasSubstr("`lockstep train FILE --nproc-per-node=2`"));
 }
 

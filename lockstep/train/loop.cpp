@@ -17,6 +17,7 @@
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
+#include "lockstep/nn/nf4.h"
 #include "lockstep/optim/determinism.h"
 #include "lockstep/optim/schedule.h"
 #include "lockstep/parallel/parallelize.h"
@@ -617,7 +618,7 @@ monitor::RunFacts Loop::facts() const {
   monitor::RunFacts facts = world_facts(run_.world);
   facts.program = "trainer";
   for (const at::Tensor& parameter : run_.task.module->parameters())
-    facts.parameters += parameter.numel();
+    facts.parameters += nn::is_nf4(parameter) ? nn::nf4_values(parameter) : parameter.numel();
   facts.per_device_batch = run_.arguments.per_device_train_batch_size;
   facts.accumulation = accumulation_steps_;
   facts.optimizer = optimizer_text(run_);

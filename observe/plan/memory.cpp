@@ -14,6 +14,8 @@ constexpr std::uint64_t kNccl = 600 * kMiB;
 constexpr std::uint64_t kWorkspace = 64 * kMiB;  // cuBLAS takes 32 MiB a stream on Hopper
 constexpr double kFragmentation = 0.02;          // of the activations
 constexpr double kReserve = 0.03;                // of a card's memory
+// Of a parameter in 4 bits: with a byte for 64 of them, and a float for 256 of these.
+constexpr double kNf4Bytes = 0.5 + 1.0 / 64 + 4.0 / (64 * 256);
 
 std::uint64_t divided(std::uint64_t bytes, int parts) {
   const auto n = static_cast<std::uint64_t>(std::max(1, parts));
@@ -46,6 +48,8 @@ Memory resident(const Parameters& p, const MemoryOptions& o) {
   // Frozen matrices are converted to the half type when the model is made.
   const std::int64_t converted = o.half ? p.frozen_matrices : 0;
   memory.parameters = floats(p.total() + p.buffers) - 2 * static_cast<std::uint64_t>(converted);
+  memory.parameters -=
+      static_cast<std::uint64_t>(((o.half ? 2 : 4) - kNf4Bytes) * static_cast<double>(p.in_4_bits));
   memory.parameters = divided(memory.parameters, o.stages * parts_of(o, Sharding::kFull));
   memory.optimizer = divided(o.state_bytes.value_or(2 * floats(p.trainable)),
                              o.stages * parts_of(o, Sharding::kOptimizer));
@@ -119,7 +123,9 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   // A tied embedding's two gradients are made apart, then added.
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
   const std::uint64_t saved = divided(a.saved, o.stages);
-  const std::uint64_t block = o.checkpointing ? a.one_block : 0;
+  // One matrix in 4 bits at a time is decoded for its product.
+  const auto decoded = static_cast<std::uint64_t>(p.in_4_bits > 0 ? p.largest_matrix : 0);
+  const std::uint64_t block = (o.checkpointing ? a.one_block : 0) + (o.half ? 2 : 4) * decoded;
   const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
   const Memory base = resident(p, o);

@@ -485,6 +485,7 @@ Parameters count_parameters(const Model& model) {
     if (own) all.largest = std::max(all.largest, count);
     if (!trained.is_linear(tensor) || trained.is_of_experts(tensor)) continue;
     all.block_matrices += count;
+    all.largest_matrix = std::max(all.largest_matrix, count);
     all.block_widths += tensor.shape.at(0) + tensor.shape.at(1);
   }
   all.head = head_weight(model);
@@ -498,7 +499,9 @@ Parameters count_parameters(const Model& model) {
 }  // namespace
 
 Parameters parameters_of(const Model& model) {
-  return remembered<&count_parameters>(model);
+  Parameters all = remembered<&count_parameters>(model);
+  if (model.nf4) all.in_4_bits = model.blocks() * all.block_matrices;
+  return all;
 }
 
 std::vector<Stage> stages_of(const Model& model, int stages) {

@@ -30,6 +30,7 @@ namespace lockstep::plan {
 struct Model {
   std::variant<models::CausalLmConfig, models::ResNetConfig, models::MlpConfig> config{};
   std::optional<models::LoraConfig> lora{};
+  bool nf4 = false;             // model.load_in_4bit: the base's linear layers in blocks
   std::int64_t length = 1;      // tokens of a sample; 1 for images and rows of numbers
   std::int64_t image_size = 0;  // height and width in pixels, for a resnet
   // The number of tensor parallel slices of a language model: of heads, hidden units and rows of
@@ -64,6 +65,8 @@ struct Parameters {
   std::int64_t block_matrices = 0;  // weights of linear layers in one block, without experts
   std::int64_t block_widths = 0;    // inputs and outputs of those layers
   std::int64_t largest = 0;         // the largest trained tensor of a block
+  std::int64_t largest_matrix = 0;  // of block_matrices
+  std::int64_t in_4_bits = 0;       // frozen matrices
 
   std::int64_t total() const { return trainable + frozen; }
 };

@@ -328,6 +328,25 @@ TEST(Cards, OutsideTheTableAreEstimated) {
   EXPECT_NEAR(card.float_flops, 67e12, 0.1 * 67e12);
 }
 
+TEST(Memory, CountsABaseIn4Bits) {
+  Training t{.model = phi3(), .half = true, .may_pipeline = true, .may_tensor = true};
+  t.captured = true;
+  t.model.lora = lora(16, models::ModuleNames(models::kAllLinear));
+  const auto parameters = [&] { return memory_of(t.model, {.half = true}).parameters; };
+  const Timed before = timed(t, machine_of(80), as_written(t, card_of(80), 1));
+  const std::uint64_t half = parameters();
+  t.model.nf4 = true;
+  constexpr std::int64_t kMatrices = 32LL * 3072 * (4 * 3072 + 3 * 8192);
+  EXPECT_EQ(parameters_of(t.model).in_4_bits, kMatrices);
+  EXPECT_NEAR(static_cast<double>(half - parameters()), (2 - 0.515869) * kMatrices, 4096);
+  EXPECT_GT(timed(t, machine_of(80), as_written(t, card_of(80), 1)).step->total_s(),
+            before.step->total_s());
+  EXPECT_TRUE(can_train(t, card_of(80), {2, Distribution::kDdp}));
+  EXPECT_FALSE(can_train(t, card_of(80), {2, Distribution::kFullShard}));
+  EXPECT_FALSE(can_train(t, card_of(80), {2, Distribution::kDdp, 2, 1}));
+  EXPECT_FALSE(can_train(t, card_of(80), {2, Distribution::kDdp, 1, 2}));
+}
+
 // ---------------------------------------------------------------- strategies
 
 TEST(Strategies, AreChosenByFit) {

@@ -274,6 +274,12 @@ double fp8_saves_s(const Training& t, const Card& card, std::int64_t batch) {
          casts / card.memory_bandwidth - blocks * kCastEnds_s;
 }
 
+// Weights in 4 bits are read, written in the type of the products and read again by these.
+double decode_s(const Training& t, double bandwidth) {
+  const double passes = t.checkpointing ? 3 : 2, bytes = 0.5 + 2 * (t.half ? 2 : 4);
+  return passes * bytes * static_cast<double>(parameters_of(t.model).in_4_bits) / bandwidth;
+}
+
 // A card's time for a micro-batch. `fused`: with the fused operations of language models.
 double device_s(const Training& t, const Card& card, std::int64_t batch, bool fused) {
   const double peak = peak_flops(t, card);
@@ -288,6 +294,7 @@ double device_s(const Training& t, const Card& card, std::int64_t batch, bool fu
       card.memory_bandwidth > 0 ? card.memory_bandwidth : card.flops / kFlopsPerByte;
   return static_cast<double>(t.model.blocks()) * kBlockEnds_s +
          operations_of(t, batch) / (kProducts * peak) - fp8_saves_s(t, card, batch) +
+         decode_s(t, bandwidth) +
          (fused ? kFusedMoves : kPlainMoves) * moved_bytes(t, batch, fused) / bandwidth +
          (card.cpu ? kPassBytes * static_cast<double>(parameters_of(t.model).trainable) / bandwidth
                    : 0);
@@ -449,6 +456,7 @@ bool can_train(const Training& t, const Card& card, const Parts& parts) {
        !divides_layers(t.model, slices)))
     return false;
   const bool divided = stages * slices > 1;
+  if (t.model.nf4 && (divided || is_fsdp(distribution))) return false;
   if (divided &&
       (distribution == Distribution::kSplit || distribution == Distribution::kShardedOptimizer))
     return false;
@@ -574,6 +582,11 @@ std::vector<Change> changes(const Training& training, const Card& card, int gpus
               models::LoraConfig{.r = 16, .lora_alpha = 32, .target_modules = targets};
         });
   }
+  // Of a model with a config.json.
+  if (whole && all.together().training.model.lora && !training.model.nf4 &&
+      !is_fsdp(parts.distribution) && !training.model.causal_lm()->source.is(NodeKind::kNull))
+    all.add("model: {..., load_in_4bit: true}", "the frozen base is rounded to 4 bits",
+            [](State& state) { state.training.model.nf4 = state.training.model.lora.has_value(); });
   if (whole && parts.distribution != Distribution::kSplit &&
       can_train(training, card, {gpus, Distribution::kSplit}))
     all.add(fmt::format("model: {{..., device_map: balanced}} and one rank, {} GPUs", gpus),

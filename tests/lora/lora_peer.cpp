@@ -7,13 +7,19 @@
 //    "ids": FILE,             safetensors, "ids" [steps, batch, time]; the logits are the first's
 //    "merge": true,           before the logits are computed
 //    "dtype": "bfloat16",     the base's
+//    "nf4": true,             the linear layers of its blocks
 //    "save": DIR,             the adapter
 //    "out": FILE}             safetensors with "losses" and "logits"
+//
+//   {"matrices": FILE,        safetensors
+//    "out": FILE}             safetensors with NAME.bytes and the decoded NAME.float32, ...
 #include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <cstdio>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
@@ -21,6 +27,7 @@
 #include "lockstep/io/tensors.h"
 #include "lockstep/models/lora.h"
 #include "lockstep/models/pretrained.h"
+#include "lockstep/nn/nf4.h"
 #include "lockstep/optim/algorithms.h"
 
 namespace {
@@ -54,10 +61,29 @@ void write(const std::string& path, const at::Tensor& losses, const at::Tensor& 
   file.finish();
 }
 
+// The bytes of NF4 of each matrix in a file, and what they are decoded to.
+void encode(const Job& job) {
+  io::FileWriter to(job.text("out"));
+  const io::SafetensorsFile file(job.text("matrices"));
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const io::TensorEntry& entry : file.tensors()) {
+    const at::Tensor matrix = io::tensor_of(file, entry), bytes = nn::to_nf4(matrix);
+    all.emplace_back(entry.name + ".bytes", bytes);
+    for (const auto& [name, type] :
+         {std::pair("float32", at::kFloat), {"bfloat16", at::kBFloat16}, {"float16", at::kHalf}})
+      all.emplace_back(entry.name + "." + name, nn::from_nf4(bytes, matrix.size(1), type));
+  }
+  std::vector<io::TensorBytes> list;
+  for (const auto& [name, tensor] : all) list.push_back(io::bytes_of_tensor(name, tensor));
+  io::write_safetensors(to, list);
+  to.finish();
+}
+
 void run(const Job& job) {
+  if (!job.text("matrices").empty()) return encode(job);
   const bool half = job.text("dtype") == "bfloat16";
-  const models::CausalLmPtr model =
-      models::load_pretrained(job.text("model"), {.dtype = half ? at::kBFloat16 : at::kFloat});
+  const models::CausalLmPtr model = models::load_pretrained(
+      job.text("model"), {.dtype = half ? at::kBFloat16 : at::kFloat, .nf4 = job.flag("nf4")});
   const models::LoraConfig config = models::load_adapter(*model, job.text("adapter"));
   const io::SafetensorsFile file(job.text("ids"));
   const at::Tensor ids = io::tensor_of(file, file.at("ids"));

@@ -7,6 +7,7 @@ order: a loss differs by about 1e-7, and twenty steps enlarge that less than a h
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -64,6 +65,7 @@ class Case:
     family: object
     lora: dict
     dtype: str = "float32"
+    nf4: bool = False
 
 
 GPT2_TARGETS = ["c_attn", "mlp.c_proj"]
@@ -111,6 +113,21 @@ CASES = {
     "starcoder2_all_linear": Case(STARCODER2, dict(r=4, target_modules="all-linear")),
     "gemma2": Case(GEMMA2, dict(r=4, lora_alpha=8, target_modules="all-linear")),
 }
+# On a base in 4 bits, which bitsandbytes encodes. Widths are multiples of 64: for others its
+# library for CPUs decodes with the magnitudes of other blocks.
+WIDE = {**SMALL, "hidden_size": 64, "intermediate_size": 128}
+ALL_LINEAR = dict(r=4, lora_alpha=8, target_modules="all-linear")
+CASES |= {
+    "gpt2_nf4": Case(transformers.GPT2Config(**{**GPT2.to_dict(), "n_embd": 64}),
+                     dict(r=4, lora_alpha=8, target_modules=GPT2_TARGETS), nf4=True),
+    "llama_nf4": Case(transformers.LlamaConfig(**WIDE), ALL_LINEAR, nf4=True),
+    "llama_bf16_nf4": Case(transformers.LlamaConfig(**WIDE),
+                           dict(r=4, target_modules=["q_proj", "v_proj"]), "bfloat16", nf4=True),
+    "phi3_nf4": Case(transformers.Phi3Config(**WIDE, original_max_position_embeddings=TIME),
+                     dict(r=4, target_modules=["qkv_proj", "down_proj"]), nf4=True),
+    "qwen2_nf4": Case(transformers.Qwen2Config(**WIDE),
+                      dict(r=4, target_modules=["q_proj", "v_proj"], bias="lora_only"), nf4=True),
+}
 
 
 def random_ids():
@@ -120,9 +137,28 @@ def random_ids():
     return steps.cumsum(-1) % 7
 
 
+def nearest_of_dynamic_map(values, blocksize, **_):
+    """bitsandbytes' definition (its backend `default`) in place of its library for CPUs, whose
+    search for the nearest number is approximate: about one of 1000 magnitudes gets a neighbour."""
+    functional = importlib.import_module("bitsandbytes.functional")
+    code = functional.create_dynamic_map()
+    groups = torch.nn.functional.pad(values, (0, -values.numel() % blocksize)).view(-1, blocksize)
+    scales = groups.abs().amax(1)
+    found = torch.bucketize(groups * (1 / scales)[:, None], (code[:-1] + code[1:]) / 2)
+    return (found.flatten()[:values.numel()].to(torch.uint8),
+            functional.QuantState(scales, code=code, blocksize=blocksize, dtype=torch.float32))
+
+
 def base_model(case, folder):
     dtype = getattr(torch, case.dtype)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    more = {}
+    if case.nf4:
+        importlib.import_module("bitsandbytes.functional").quantize_blockwise = (
+            nearest_of_dynamic_map)
+        more = dict(device_map={"": "cpu"}, quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more)
 
 
 def logits_of(model, ids):
@@ -166,7 +202,7 @@ class PeftTest(unittest.TestCase):
             outs.append(self.folder / f"out{self.runs}.safetensors")
             files.append(self.folder / f"job{self.runs}.json")
             files[-1].write_text(json.dumps({
-                **job, "model": str(self.folder / "base"),
+                **job, "model": str(self.folder / "base"), "nf4": case.nf4,
                 "adapter": str(self.folder / job["adapter"]), "out": str(outs[-1]),
                 "ids": str(self.folder / "ids.safetensors"), "dtype": case.dtype, "lr": RATE}))
         done = subprocess.run([PEER, *files], capture_output=True, text=True, timeout=LIMIT_S,
@@ -180,6 +216,8 @@ class PeftTest(unittest.TestCase):
         self.assertLess(apart, tolerance, what)
 
     def check(self, case):
+        if case.nf4 and importlib.util.find_spec("bitsandbytes") is None:
+            self.skipTest("the interpreter has no bitsandbytes")
         folder, ids = self.folder, self.ids
         torch.manual_seed(3)
         base = transformers.AutoModelForCausalLM.from_config(case.family)
@@ -195,7 +233,8 @@ class PeftTest(unittest.TestCase):
         losses = train(theirs, ids)
         theirs.save_pretrained(folder / "theirs")
         at_start, merged, ours, again = self.ask(
-            case, {"adapter": "start", "steps": 0}, {"adapter": "start", "steps": 0, "merge": True},
+            case, {"adapter": "start", "steps": 0},
+            {"adapter": "start", "steps": 0, "merge": not case.nf4},
             {"adapter": "start", "steps": STEPS, "save": str(folder / "ours")},
             {"adapter": "theirs", "steps": 0})
         self.near(at_start["logits"], first, logit_tolerance, "logits of PEFT's adapter")

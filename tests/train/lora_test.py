@@ -96,7 +96,39 @@ class Lora(TrainCase):
                                "lora: {r: 4, target_modules: all-linear, use_rslora: true}\n")
         self.check_peft(base)
 
-    def check_peft(self, base):
+    def test_a_base_in_4_bits(self):
+        """Two ranks, stopped and resumed to the same bits; PEFT computes the same loss."""
+        # bitsandbytes' library for CPUs needs widths that are multiples of 64.
+        wide = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}
+        (self.place / "config.json").write_text(json.dumps(wide))
+        base = self.make_base(f"model: {{config: {self.place / 'config.json'}}}\n")
+        text = (f"model: {{path: {base}, load_in_4bit: %s}}\n" + self.rest + EVALUATE +
+                "lora: {r: 4, lora_dropout: 0.1, target_modules: all-linear}\n"
+                "gradient_accumulation_steps: 2\ngradient_checkpointing: true\n")
+        for more in ("", "bf16: true\n"):
+            self.config.write_text(text % "true" + more)
+            whole, again = self.place / f"whole{more[:4]}", self.place / f"again{more[:4]}"
+            self.train(2, whole)
+            self.assertEqual(sorted(p.name for p in (whole / "checkpoint-12").iterdir()), FILES)
+            copy_until(whole, again, 8)
+            self.train(2, again, "--resume", "auto")
+            self.assert_same(whole / "checkpoint-12", again / "checkpoint-12")
+            self.assertEqual(losses(whole), losses(again))
+        self.config.write_text(text % "false")
+        self.assertIn("load_in_4bit is false and was true",
+                      self.train(2, whole, "--resume", "auto", code=2).stderr)
+        self.config.write_text(text % "true")
+        try:
+            import bitsandbytes as _  # pylint: disable=import-outside-toplevel
+        except ModuleNotFoundError as missing:
+            raise unittest.SkipTest("the interpreter has no bitsandbytes") from missing
+        _, _, transformers = imported_peft()
+        self.check_peft(base, device_map={"": "cpu"},
+                        quantization_config=transformers.BitsAndBytesConfig(
+                            load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                            bnb_4bit_use_double_quant=True))
+
+    def check_peft(self, base, **load):
         torch, peft, _ = imported_peft()
         self.train(2, self.place / "out")
         newest = self.place / "out" / "checkpoint-12"
@@ -105,7 +137,7 @@ class Lora(TrainCase):
         state = json.loads((newest / "trainer_state.json").read_text())
         wanted = next(e["eval_loss"] for e in state["log_history"]
                       if e["step"] == 12 and "eval_loss" in e)
-        model = peft.AutoPeftModelForCausalLM.from_pretrained(newest).eval()
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(newest, **load).eval()
         # The rows that were held out: the last 12 of 33 tokens each.
         text = [*(self.place / "text").read_bytes(), 256]
         rows = len(text) // 33

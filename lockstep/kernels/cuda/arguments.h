@@ -139,6 +139,14 @@ struct DroppedGradient {
   Type type;
 };
 
+// A weight in 4 bits, of Nf4Layout (lockstep/kernels/nf4.h).
+struct Nf4Decode {
+  const std::uint8_t* from;
+  void* to;  // [count]
+  std::int64_t count;
+  Type type;
+};
+
 // One AdamW step over many float tensors in one pass, after the norm of their gradients.
 struct AdamTensor {
   float* param;

@@ -34,6 +34,8 @@ cudaError_t dropped_product(const DroppedProduct& args, cudaStream_t stream);
 std::int64_t dropped_gradient_partials(std::int64_t rows, int columns, int rank);
 cudaError_t dropped_gradient(const DroppedGradient& args, cudaStream_t stream);
 
+cudaError_t nf4_decode(const Nf4Decode& args, cudaStream_t stream);
+
 bool gemm(const Gemm& args, cudaStream_t stream, cudaError_t* status);
 
 cudaError_t adamw_norm(const AdamStep& args, cudaStream_t stream);

@@ -99,6 +99,7 @@ const Table kTable{
     .dropped_product = call<DroppedProduct, dropped_product>,
     .dropped_gradient_partials = dropped_gradient_partials,
     .dropped_gradient = call<DroppedGradient, dropped_gradient>,
+    .nf4_decode = call<Nf4Decode, nf4_decode>,
     .gemm =
         [](const Gemm& args, void* stream, int* status) {
           cudaError_t result = cudaSuccess;

@@ -89,7 +89,7 @@ struct Fp8Cast {
 
 class Graph;  // below
 
-constexpr int kTableVersion = 6;
+constexpr int kTableVersion = 7;
 constexpr const char* kTableEntry = "lockstep_cuda_kernels";
 
 struct Table {
@@ -116,6 +116,7 @@ struct Table {
   int (*dropped_product)(const DroppedProduct&, void* stream);
   std::int64_t (*dropped_gradient_partials)(std::int64_t rows, int columns, int rank);
   int (*dropped_gradient)(const DroppedGradient&, void* stream);
+  int (*nf4_decode)(const Nf4Decode&, void* stream);
   // False if the library has no algorithm for these types and shapes; sets *status otherwise.
   bool (*gemm)(const Gemm&, void* stream, int* status);
   // The norm of all gradients, then the update with it.
