@@ -66,6 +66,7 @@ struct TrainingArguments {
   // Optimizer and schedule.
   std::string optim = "adamw";
   std::optional<std::string> optim_args{};  // options of the optimizer without a key of their own
+  std::string optim_state_dtype = "float32";
   double learning_rate = 5e-5;
   std::optional<std::int64_t> learning_rate_batch_size{};  // samples per step it was chosen for
   double weight_decay = 0;

@@ -112,6 +112,10 @@ constexpr KeySpec kKeys[] = {
     key("optim_args", &A::optim_args,
         "further options of the optimizer: name=value,name=value, such as ns_steps=6",
         {.unset = "none"}),
+    key("optim_state_dtype", &A::optim_state_dtype,
+        "type of adamw's exp_avg and exp_avg_sq; bfloat16 is rounded stochastically and takes 4 "
+        "bytes a parameter instead of 8",
+        {.choices = "float32|bfloat16", .ours = true}),
     key("learning_rate", &A::learning_rate, "peak learning rate", {.check = &kRate}),
     key("learning_rate_batch_size", &A::learning_rate_batch_size,
         "samples per step that learning_rate was chosen for; another effective batch gets a "
@@ -489,6 +493,12 @@ constexpr KeyHint kHints[] = {
     means("torch_dtype", "mixed_precision"),
     means("dtype", "mixed_precision"),
     means("activation_checkpointing", "gradient_checkpointing"),
+    means("optimizer_state_dtype", "optim_state_dtype"),
+    means("bf16_optimizer_states", "optim_state_dtype"),
+    means("exp_avg_dtype", "optim_state_dtype"),
+    means("exp_avg_sq_dtype", "optim_state_dtype"),
+    means("opt_m_dtype", "optim_state_dtype"),
+    means("opt_v_dtype", "optim_state_dtype"),
 };
 
 }  // namespace

@@ -474,6 +474,12 @@ const Mistake kMistakes[] = {
      "t.yaml:1:22: lr_scheduler_kwargs must be a map, and 3 is a number."},
     {"KwargsKey", "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {powr: 2}\n",
      "t.yaml:2:23: lr_scheduler_kwargs (polynomial) has no key 'powr'. Did you mean power?"},
+    {"StateDtype", "optim_state_dtype: bf16\n",
+     "t.yaml:1:20: optim_state_dtype must be float32 or bfloat16, and 'bf16' is neither."},
+    {"StateDtypeOfAnother", "optim_state_dtype: bfloat16\noptim: lion\n",
+     "t.yaml:1:1: optim_state_dtype bfloat16 is adamw's, and lion has its state in the type of the "
+     "parameters. Use adamw, or delete it."},
+    {"StateDtypeOfMegatron", "exp_avg_dtype: bfloat16\n", "optim_state_dtype"},
     {"KwargsOfLinear", "lr_scheduler_kwargs: {power: 2}\n",
      "t.yaml:1:23: lr_scheduler_kwargs (linear) has no key 'power'."},
     {"KwargsMinLr", "lr_scheduler_type: cosine_with_min_lr\n",
