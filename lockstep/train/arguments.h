@@ -40,6 +40,16 @@ class Number {
   double value_;
 };
 
+// Which activations backward computes again: none, those of whole blocks, or of parts of them.
+struct GradientCheckpointing {
+  constexpr GradientCheckpointing(bool wanted = false) : on(wanted) {}
+  constexpr explicit operator bool() const { return on; }
+  bool whole_blocks() const { return on && parts.empty(); }
+
+  bool on;
+  std::vector<std::string> parts{};  // swiglu, norm, mlp, attention
+};
+
 // The settings of a run. A number of steps below 1 is a share of all steps.
 struct TrainingArguments {
   // What is trained, as written in the file. The command that trains interprets the maps; a plain
@@ -80,7 +90,7 @@ struct TrainingArguments {
   std::shared_ptr<const Node> lr_scheduler_kwargs{};  // optim::schedule_kwargs() reads it
   Number warmup_steps = 0;
   double label_smoothing_factor = 0;
-  bool gradient_checkpointing = false;
+  GradientCheckpointing gradient_checkpointing{};
   std::string compile_model = "auto";
 
   // Precision, device and repeatability.

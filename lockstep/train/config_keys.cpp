@@ -146,7 +146,8 @@ constexpr KeySpec kKeys[] = {
     key("label_smoothing_factor", &A::label_smoothing_factor,
         "share of the target spread over all classes", {.check = &kBelow1}),
     key("gradient_checkpointing", &A::gradient_checkpointing,
-        "compute activations again in backward: less memory, more time"),
+        "compute activations again in backward: less memory, more time; true: of whole blocks",
+        {.choices = "swiglu|norm|mlp|attention"}),
     key("compile_model", &A::compile_model,
         "capture the training step as one CUDA graph and replay it, on a GPU; auto: where the "
         "step can be captured",
@@ -493,6 +494,7 @@ constexpr KeyHint kHints[] = {
     means("torch_dtype", "mixed_precision"),
     means("dtype", "mixed_precision"),
     means("activation_checkpointing", "gradient_checkpointing"),
+    means("recompute_modules", "gradient_checkpointing"),
     means("optimizer_state_dtype", "optim_state_dtype"),
     means("bf16_optimizer_states", "optim_state_dtype"),
     means("exp_avg_dtype", "optim_state_dtype"),

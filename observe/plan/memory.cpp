@@ -97,7 +97,9 @@ Copies copies_of(const Model& model, const Parameters& p, std::int64_t layers,
     copies.all -= divided(static_cast<std::uint64_t>(layers * p.block_matrices), o.stages);
   // A checkpointed block frees its copies at once; those of the head stay until backward.
   const std::uint64_t head = std::min(copies.all, copied(model.lora ? 0 : p.head));
-  copies.at_loss = o.checkpointing ? head : copies.all;
+  const double again = share_again(model, o.checkpointing, o.again);
+  copies.at_loss =
+      head + static_cast<std::uint64_t>(static_cast<double>(copies.all - head) * (1 - again));
   if (divides(o) && o.checkpointing) copies.all = head + copied(p.block);
   return copies;
 }
@@ -119,7 +121,7 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   // A tied embedding's two gradients are made apart, then added.
   const bool added = o.fused && !model.lora && model.causal_lm()->tied();
   const std::uint64_t saved = divided(a.saved, o.stages);
-  const std::uint64_t block = o.checkpointing ? a.one_block : 0;
+  const std::uint64_t block = o.checkpointing ? a.one_block : a.segment;
   const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
   const Memory base = resident(p, o);
