@@ -14,11 +14,13 @@
 #include "bench/harness.h"
 #include "bench/processes.h"
 #include "lockstep/comm/device.h"
+#include "lockstep/core/document.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/host.h"
 #include "lockstep/io/safetensors.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/train/config.h"
+#include "lockstep/train/config_keys.h"
 #include "lockstep/train/effective_batch.h"
 
 namespace lockstep::bench {
@@ -100,7 +102,9 @@ Stages stages_of(const TrainingArguments& a, const AblationOptions& options) {
     if (a.tf32) stage.set("tf32", *a.tf32);
   }
   if (a.gradient_checkpointing)
-    add("gradient_checkpointing", false).set("gradient_checkpointing", true);
+    add("gradient_checkpointing", false)
+        .set("gradient_checkpointing",
+             to_json(train::value_of(a, *train::find_key("gradient_checkpointing"))));
   const std::int64_t workers =
       a.dataloader_num_workers > 0 ? a.dataloader_num_workers : options.workers;
   const std::int64_t ahead = a.dataloader_prefetch_factor.value_or(2);

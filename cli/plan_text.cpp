@@ -45,7 +45,10 @@ std::string plan_head_text(const PlanReport& r) {
                       t.fp8    ? "fp8 and 16-bit autocast"
                       : t.half ? "16-bit autocast"
                                : "float32",
-                      t.checkpointing ? "on" : "off", logits, captured ? ", one CUDA graph" : "");
+                      t.checkpointing ? "on"
+                      : t.again.any() ? fmt::format("of {}", models::names_of(t.again))
+                                      : "off",
+                      logits, captured ? ", one CUDA graph" : "");
   text += fmt::format("devices   {} x {}, {} GiB each\n", r.devices.count, card.name,
                       card.memory_bytes > 0 ? gib(card.memory_bytes) : "unknown");
   std::string speed = std::ranges::any_of(r.strategies, &plan::Strategy::measured)

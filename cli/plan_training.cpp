@@ -43,7 +43,8 @@ plan::Training training_of(const train::Config& config, const TaskConfig& task) 
   training.half = arguments.bf16 || arguments.fp16;
   training.bf16 = arguments.bf16;
   training.tf32 = arguments.tf32.value_or(false);
-  training.checkpointing = train::checkpoints_activations(arguments);
+  training.again = models::block_parts(arguments.gradient_checkpointing.parts);
+  training.checkpointing = train::checkpoints_activations(arguments) && !training.again.any();
   if (const train::FsdpPlan fsdp = train::fsdp_plan(arguments); fsdp.on) {
     training.fsdp = fsdp.hybrid                  ? plan::Distribution::kHybridShard
                     : fsdp.reshard_after_forward ? plan::Distribution::kFullShard
@@ -94,6 +95,7 @@ plan::Choice choose_for(const plan::Training& training, const plan::Card& card, 
   plan::Training held = training;
   held.global_batch = measured->batch * measured->accumulation * measured->parts.replicas();
   held.checkpointing = measured->checkpointing;
+  if (held.checkpointing) held.again = {};
   return plan::make_choice(held, card, measured->parts, measured->batch);
 }
 
@@ -147,7 +149,8 @@ std::string apply_plan(TrainingArguments& arguments, const plan::Training& train
   const plan::Choice choice = choose_for(training, card, ranks, measured);
   const bool split = choice.distribution == plan::Distribution::kSplit;
   if (!split) set_arguments(arguments, training, choice, measured.has_value());
-  if (measured && !training.fixed_checkpointing)
+  if (measured && !training.fixed_checkpointing &&
+      measured->checkpointing != training.checkpointing)
     arguments.gradient_checkpointing = measured->checkpointing;
   std::string text = fmt::format(
       "elastic_gpu: {}: {} per device x {} accumulation x {} rank{} = global batch {}, "

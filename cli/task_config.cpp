@@ -576,6 +576,11 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
                        "divides it over ranks. Keep one.");
   });
   check_degrees(task, a, problems, /*right=*/problems.size() == before);
+  if (has_tokens(task.data) && problems.size() == before)
+    problems.attempt([&] {
+      models::check_parts(models::block_parts(a.gradient_checkpointing.parts),
+                          causal_lm_config(task.model).spec());
+    });
   if (!has_tokens(task.data) && train::checkpoints_activations(a))
     problems.add(
         fmt::format("{} is for models of blocks, and {} has none. Delete it, or train a gpt.",

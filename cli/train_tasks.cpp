@@ -355,9 +355,7 @@ void make_language_model(TrainerTask& task, const TaskConfig& wanted, const Trai
   net->use_fp32_residual(a.residual_in_fp32);
   net->use_sequence_parallel(a.sequence_parallel);
   if (train::checkpoints_activations(a))
-    net->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
-      return lockstep::checkpoint(std::move(block), std::move(inputs));
-    });
+    net->run_blocks_with(lockstep::checkpoint, models::block_parts(a.gradient_checkpointing.parts));
   set_language_loss(task, net, a.label_smoothing_factor);
   for (data::DatasetPtr* samples : {&task.train_data, &task.eval_data})
     if (*samples)

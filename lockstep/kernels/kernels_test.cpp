@@ -15,6 +15,7 @@
 #include <numeric>
 #include <random>
 
+#include "lockstep/kernels/adamw_element.h"
 #include "lockstep/kernels/machine.h"
 #include "lockstep/kernels/step.h"
 
@@ -465,6 +466,70 @@ TEST(StreamCopy, CopiesThatAndNothingElse) {
         ASSERT_EQ(to[i], inside ? from[7 + i - begin] : 0) << begin << " " << bytes << " " << i;
       }
     }
+  }
+}
+
+// ---------------------------------------------------------------- stochastic rounding
+
+float widened_of(Bf16 value) {
+  return detail::widened(value);
+}
+
+// Of n roundings a share f goes up, f being the fraction that is cut off. The share that is seen
+// has the deviation sqrt(f (1 - f) / n), and is 5 of them off once in two million draws.
+TEST(StochasticRounding, HasTheValueAsItsMean) {
+  constexpr std::int64_t kDraws = 1 << 20;
+  for (const float value : {1.001f, -1.001f, 3.14159f, 1e-30f, 0.3333f, -6.5e20f, 1e-41f}) {
+    const auto below = static_cast<Bf16>(std::bit_cast<std::uint32_t>(value) >> 16);
+    const double low = widened_of(below), gap = widened_of(static_cast<Bf16>(below + 1)) - low;
+    const double fraction = (value - low) / gap;
+    std::int64_t up = 0;
+    for (std::int64_t i = 0; i < kDraws; ++i) {
+      const Bf16 rounded = detail::narrowed<Bf16>(value, detail::mixed(static_cast<unsigned>(i)));
+      ASSERT_TRUE(rounded == below || rounded == below + 1);
+      up += rounded != below;
+    }
+    const double share = static_cast<double>(up) / kDraws;
+    EXPECT_NEAR(share, fraction, 5 * std::sqrt(fraction * (1 - fraction) / kDraws)) << value;
+  }
+}
+
+TEST(StochasticRounding, KeepsWhatIsExactInfinityAndNan) {
+  for (const std::uint64_t random : {0ull, 0x1234ull, 0xFFFFull}) {
+    for (const float value : {0.0f, -0.0f, 1.0f, -2.5f, INFINITY, -INFINITY})
+      EXPECT_TRUE(same_bits(widened_of(detail::narrowed<Bf16>(value, random)), value));
+    for (const std::uint32_t bits : {0x7F800001u, 0xFFFFFFFFu, 0x7FC00000u})
+      EXPECT_TRUE(
+          std::isnan(widened_of(detail::narrowed<Bf16>(std::bit_cast<float>(bits), random))));
+  }
+}
+
+// Neighbours in element, step and parameter have unrelated bits: of 64 about half differ.
+TEST(StochasticRounding, DrawsOtherBitsForEveryElementStepAndParameter) {
+  const auto bits = [](std::uint32_t parameter, float step, std::uint64_t element) {
+    const cuda::AdamFactors factors = adamw_factors({1, 0.9f, 0.99f, 0, 0}, step, parameter);
+    return detail::mixed(factors.key + element * 0x9E3779B97F4A7C15u);
+  };
+  double differ[3] = {};
+  constexpr int kCount = 10000;
+  for (std::uint32_t i = 1; i <= kCount; ++i) {
+    const std::uint64_t own = bits(i, 7, i);
+    differ[0] += std::popcount(own ^ bits(i, 7, i + 1));
+    differ[1] += std::popcount(own ^ bits(i, 8, i));
+    differ[2] += std::popcount(own ^ bits(i + 1, 7, i));
+  }
+  // The mean of 10000 sums of 64 fair bits has the deviation 4 / 100.
+  for (const double sum : differ) EXPECT_NEAR(sum / kCount, 32, 5 * 0.04);
+}
+
+TEST(AdamW, FactorsAreThoseOfTheRule) {
+  for (const float step : {1.0f, 2.0f, 10.0f, 1000.0f, 123457.0f}) {
+    const cuda::AdamFactors factors = adamw_factors({3e-4f, 0.9f, 0.999f, 1e-8f, 0.1f}, step, 1);
+    const double first = 1 - std::pow(double{0.9f}, step);
+    const double second = 1 - std::pow(double{0.999f}, step);
+    EXPECT_NEAR(factors.step_size, 3e-4f / first, 1e-7 * factors.step_size);
+    EXPECT_NEAR(factors.root_correction2, 1 / std::sqrt(second), 1e-7 * factors.root_correction2);
+    EXPECT_NEAR(factors.decay, 1 - 3e-4f * 0.1f, 1e-7);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "lockstep/kernels/adamw_element.h"
 #include "lockstep/kernels/machine.h"
 
 #if defined(__SSE2__)
@@ -124,6 +125,32 @@ template void adam(const Gradient<double>&, const AdamTensors<double>&, const Sl
                    const AdamStep&);
 template void sgd(const Gradient<float>&, const SgdTensors<float>&, const Slice&, const SgdStep&);
 template void sgd(const Gradient<double>&, const SgdTensors<double>&, const Slice&, const SgdStep&);
+
+// ---------------------------------------------------------------- AdamW as on a GPU
+
+cuda::AdamFactors adamw_factors(const cuda::AdamGroup& group, float step, std::uint32_t parameter) {
+  return adam_factors(group, step, parameter);
+}
+
+void adamw(const cuda::AdamTensor& tensor, const cuda::AdamGroup& group, float clip,
+           std::int64_t from, std::int64_t to) {
+  const AdamElement how{group, adam_factors(group, *tensor.step, tensor.parameter), clip};
+  const auto run = [&]<typename P, typename S>(P*, S*) {
+    auto* const params = static_cast<P*>(tensor.param);
+    const auto* const grads = static_cast<const P*>(tensor.grad);
+    auto* const averages = static_cast<S*>(tensor.exp_avg);
+    auto* const squares = static_cast<S*>(tensor.exp_avg_sq);
+    for (std::int64_t i = from; i < to; ++i)
+      adam_element(how, params[i], grads[i], averages[i], squares[i], tensor.begin + i);
+  };
+  float* const single = nullptr;
+  Bf16* const half = nullptr;
+  if (tensor.bf16_param != 0) {
+    tensor.bf16_state != 0 ? run(half, half) : run(half, single);
+  } else {
+    tensor.bf16_state != 0 ? run(single, half) : run(single, single);
+  }
+}
 
 // ---------------------------------------------------------------- norms
 

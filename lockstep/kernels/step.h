@@ -17,6 +17,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lockstep/kernels/cuda/arguments.h"
+
 namespace lockstep::kernels {
 
 // A gradient that is still divided over ranks' buffers. The gradient of element i is sources[0][i]
@@ -100,6 +102,15 @@ extern template void sgd(const Gradient<float>&, const SgdTensors<float>&, const
                          const SgdStep&);
 extern template void sgd(const Gradient<double>&, const SgdTensors<double>&, const Slice&,
                          const SgdStep&);
+
+// ---------------------------------------------------------------- AdamW as on a GPU
+
+// What the elements of a step share; steps count from 1.
+cuda::AdamFactors adamw_factors(const cuda::AdamGroup& group, float step, std::uint32_t parameter);
+// Elements [from, to) of a step by the CUDA kernel's rule (adamw_element.h), on a CPU's memory.
+// `*tensor.step` counts this step already.
+void adamw(const cuda::AdamTensor& tensor, const cuda::AdamGroup& group, float clip,
+           std::int64_t from, std::int64_t to);
 
 // ---------------------------------------------------------------- norms
 

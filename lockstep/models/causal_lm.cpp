@@ -65,13 +65,20 @@ at::Tensor CausalLm::decode(const at::Tensor& ids, KvCache* cache,
   }
   return decoder_->forward(placement_ ? ids.to(placement_->input) : ids,
                            {.cache = cache,
-                            .runner = cache != nullptr ? nullptr : &runner_,
+                            .runner = cache != nullptr || !runner_ ? nullptr : &runner_,
+                            .parts = parts_,
                             .fused = cache == nullptr && fused_on(ids.device()),
                             .residual_in_fp32 = residual_in_fp32_,
                             .router_logits = router_logits,
                             .stage = &stage(),
                             .tensor = tensor_group(),
                             .sequence = sequence_of(ids, cache)});
+}
+
+void CausalLm::run_blocks_with(BlockRunner runner, const BlockParts& parts) {
+  check_parts(parts, config_.spec());
+  runner_ = std::move(runner);
+  parts_ = parts;
 }
 
 nn::Staged::Parts CausalLm::parts() const {

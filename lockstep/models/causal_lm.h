@@ -65,9 +65,11 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   // Under fp16 it is always float.
   void use_fp32_residual(bool on) { residual_in_fp32_ = on; }
 
-  // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward. Not used with
-  // a cache.
-  void run_blocks_with(BlockRunner runner) { runner_ = std::move(runner); }
+  // model->run_blocks_with(lockstep::checkpoint) trades memory for a second forward, and
+  // model->run_blocks_with(lockstep::checkpoint, {.swiglu = true, .norm = true}) less memory for
+  // less work; these two are of the fused operations. UsageError for a part that the family's
+  // blocks do not have. Not used with a cache.
+  void run_blocks_with(BlockRunner runner, const BlockParts& parts = {});
 
   // For Pipeline: as a stage, forward() and loss() return the input of the next stage.
   Parts parts() const override;
@@ -110,6 +112,7 @@ class CausalLm : public torch::nn::Module, public nn::Staged, public nn::Sliced 
   std::shared_ptr<detail::Decoder> decoder_;
   std::shared_ptr<LinearImpl> head_;  // null where it shares the embedding's weight
   BlockRunner runner_;
+  BlockParts parts_;  // that it runs; none: whole blocks
   std::optional<Placement> placement_;
 };
 using CausalLmPtr = std::shared_ptr<CausalLm>;

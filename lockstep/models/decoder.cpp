@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <tuple>
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/nn/divided.h"
 #include "lockstep/nn/functional.h"
 #include "lockstep/nn/tensor_group.h"
 
@@ -287,7 +289,7 @@ class DecoderAttention : public DecoderBranch<AttentionSpec> {
   at::Tensor forward(const nn::Fp8Input& x, const Pass& pass, bool with_bias) {
     const nn::EnteredSequence in(x.values, pass.sequence, pass.tensor);
     const std::vector<at::Tensor> parts =
-        in.release(project_all(in_, spec_.in, {in.whole(), x.amax}, pass));
+        in.release(project_all(in_, spec_.in, {in.whole(), x.amax, x.again}, pass));
     const std::int64_t shared = nn::local_size(spec_.key_value_heads, pass.tensor);
     at::Tensor q = in_heads(parts[0], nn::local_size(spec_.heads, pass.tensor));
     at::Tensor k = in_heads(parts[1], shared);
@@ -336,14 +338,18 @@ class DecoderMlp : public DecoderBranch<MlpSpec> {
 
   at::Tensor forward(const nn::Fp8Input& stream, const Pass& pass, bool with_bias) {
     const nn::EnteredSequence in(stream.values, pass.sequence, pass.tensor);
-    const nn::Fp8Input x(in.whole(), stream.amax);
+    const nn::Fp8Input x(in.whole(), stream.amax, stream.again);
     const Linear& first = in_.front();
     const bool one = pass.fused && in_.size() == 1, joined = pass.fused && are_joined(in_, pass);
     const bool swiglu = pass.fused && spec_.gated() && spec_.activation == Activation::kSilu;
     if (swiglu && joined) {
       nn::Fp8Input y = project_joined(in_, x, pass, /*gated=*/true);
-      y.values = in.release({y.values})[0];
-      return project_out(out_, y, pass, with_bias);
+      if (!pass.again.swiglu) y.again = nullptr;
+      const at::Tensor product = y.values;
+      y.values = in.release({product})[0];
+      const at::Tensor out = project_out(out_, y, pass, with_bias);
+      nn::make_again(product, out, y.again);
+      return out;
     }
     if (swiglu) {
       at::Tensor amax;
@@ -351,7 +357,14 @@ class DecoderMlp : public DecoderBranch<MlpSpec> {
       const std::vector<at::Tensor> parts = in.release(one ? std::vector{project(first, x, pass)}
                                                            : project_all(in_, spec_.in, x, pass));
       const at::Tensor y = one ? nn::swiglu(parts[0], to) : nn::swiglu(parts[0], parts[1], to);
-      return project_out(out_, {y, amax}, pass, with_bias);
+      std::function<at::Tensor()> again;
+      if (pass.again.swiglu)
+        again = [parts, one] {
+          return one ? nn::swiglu(parts[0]) : nn::swiglu(parts[0], parts[1]);
+        };
+      const at::Tensor out = project_out(out_, {y, amax, again}, pass, with_bias);
+      nn::make_again(y, out, std::move(again));
+      return out;
     }
     const at::Tensor bias = with_bias ? out_->bias : at::Tensor();
     if (one && !pass.fp8 && !spec_.gated() && spec_.activation == Activation::kGeluTanh &&
@@ -478,9 +491,28 @@ std::vector<std::vector<at::Tensor>> DecoderBlock::products() const {
   return lists;
 }
 
+at::Tensor DecoderBlock::branch(Stream& x, const Norm& norm, const Pass& pass, bool segment,
+                                const Branch& body) {
+  nn::Fp8Input in = norm.input(x, pass);
+  // Where ranks divide the sequence, layers read another tensor, which backward gathers.
+  if (pass.again.norm && pass.fused && pass.sequence == 0)
+    in.again = [norm, pass, sum = x.sum.detach()] { return norm.forward(sum, pass); };
+  const at::Tensor y =
+      segment ? (*pass.segment)([body, pass, amax = in.amax](
+                                    const auto& part) { return body({part.at(0), amax}, pass); },
+                                {in.values})
+              : body(in, pass);
+  nn::make_again(in.values, y, in.again);
+  return y;
+}
+
 void DecoderBlock::forward(Stream& x, const Pass& pass) {
   const bool later = defers_bias(attention_after_, pass);
-  add(x, attention_->forward(attention_norm_.input(x, pass), pass, !later),
+  add(x,
+      branch(x, attention_norm_, pass, pass.again.attention,
+             [part = attention_, later](const nn::Fp8Input& in, const Pass& its) {
+               return part->forward(in, its, !later);
+             }),
       later ? shared(attention_->last_bias(), pass) : at::Tensor(), attention_after_, pass);
   if (experts_ != nullptr) {
     at::Tensor* const logits = pass.router_logits ? &x.router_logits : nullptr;
@@ -494,7 +526,11 @@ void DecoderBlock::forward(Stream& x, const Pass& pass) {
     return;
   }
   const bool later_mlp = defers_bias(mlp_after_, pass);
-  add(x, mlp_->forward(mlp_norm_.input(x, pass), pass, !later_mlp),
+  add(x,
+      branch(x, mlp_norm_, pass, pass.again.mlp,
+             [part = mlp_, later_mlp](const nn::Fp8Input& in, const Pass& its) {
+               return part->forward(in, its, !later_mlp);
+             }),
       later_mlp ? shared(mlp_->last_bias(), pass) : at::Tensor(), mlp_after_, pass);
 }
 
@@ -652,7 +688,11 @@ Stream run_whole(const std::shared_ptr<DecoderBlock>& block, const Stream& x, co
 Stream Decoder::through_blocks(Stream x, Pass pass, const Run& run,
                                const nn::Staged::Stage& stage) {
   static const BlockRunner none;
-  const BlockRunner& runner = run.runner != nullptr ? *run.runner : none;
+  const bool whole = run.runner != nullptr && !run.parts.any();
+  const BlockRunner& runner = whole ? *run.runner : none;
+  if (run.runner != nullptr && at::GradMode::is_enabled()) pass.again = run.parts;
+  if (pass.again.mlp) pass.again.swiglu = false;  // which is in it
+  pass.segment = run.runner;
   for (std::size_t i = stage.begin; i < stage.end_of(blocks_->size()); ++i) {
     const auto block = std::dynamic_pointer_cast<DecoderBlock>(blocks_->ptr(i));
     if (block->copy_input_to) {

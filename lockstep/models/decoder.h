@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -81,6 +82,10 @@ class DecoderBlock : public torch::nn::Module, public nn::Block, public nn::Slic
   std::optional<c10::Device> copy_output_to;
 
  private:
+  using Branch = std::function<at::Tensor(const nn::Fp8Input& x, const Pass& pass)>;
+  // What a branch makes of the norm of the stream. `segment`: backward runs the branch again.
+  static at::Tensor branch(Stream& x, const Norm& norm, const Pass& pass, bool segment,
+                           const Branch& body);
   void add(Stream& x, const at::Tensor& y, const at::Tensor& bias, const Norm& after,
            const Pass& pass) const;
   // Whether the bias of a branch's last layer is added by the next norm instead.
@@ -101,6 +106,7 @@ class Decoder : public torch::nn::Module {
   struct Run {
     KvCache* cache = nullptr;
     const BlockRunner* runner = nullptr;
+    BlockParts parts{};  // what the runner runs; none: whole blocks
     bool fused = false;
     bool residual_in_fp32 = false;
     std::vector<at::Tensor>* router_logits = nullptr;  // of each block, if they are wanted

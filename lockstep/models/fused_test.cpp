@@ -326,6 +326,134 @@ TEST(FusedModels, LearnUnderBfloat16WithAnOptimizerOfLibTorch) {
   }
 }
 
+std::map<std::string, at::Tensor> gradients_of(CausalLm& model) {
+  std::map<std::string, at::Tensor> all;
+  for (const auto& item : model.named_parameters())
+    if (item.value().grad().defined()) all[item.key()] = item.value().grad().clone();
+  model.zero_grad();
+  return all;
+}
+
+// ---------------------------------------------------------------- parts computed again
+
+constexpr BlockParts kEachParts[] = {{.swiglu = true, .norm = true},
+                                     {.norm = true, .mlp = true},
+                                     {.attention = true},
+                                     {true, true, true, true}};
+
+// With dropout everywhere, and adapters with dropout where `adapted`.
+CausalLmPtr dropping_model(const Case& family, bool adapted) {
+  torch::manual_seed(31);
+  const CausalLmPtr model = make_causal_lm(family.config);
+  if (adapted) {
+    LoraConfig lora;
+    lora.r = 4;
+    lora.lora_alpha = 8;
+    lora.lora_dropout = 0.1;
+    lora.target_modules.regex = kAllLinear;
+    add_lora(*model, lora);
+    for (const auto& item : model->named_parameters())
+      if (item.key().ends_with("lora_B.weight")) item.value().data().normal_(0, 0.1);
+  }
+  model->to(nn::test_device());
+  model->train();
+  return model;
+}
+
+using Values = std::map<std::string, at::Tensor>;
+
+// The loss and all gradients; the same random numbers in every call. Precision: float, bfloat16,
+// fp8 by tensor and by row.
+Values values_of(CausalLm& model, int precision) {
+  const auto [ids, targets] = sample();
+  torch::manual_seed(32);
+  const optim::Autocast autocast(ids.device(), precision > 0 ? at::kBFloat16 : at::kFloat);
+  const nn::Fp8Autocast fp8(precision < 2    ? std::nullopt
+                            : precision == 2 ? std::optional(nn::Fp8Recipe::kTensorwise)
+                                             : std::optional(nn::Fp8Recipe::kRowwise));
+  const at::Tensor loss = model.loss(ids, targets);
+  loss.backward();
+  Values all = gradients_of(model);
+  all["loss"] = loss.detach();
+  return all;
+}
+
+void expect_parts_change_no_bit(const Case& family, CausalLm& model, int precision) {
+  const MlpSpec& mlp = family.config.spec().block.mlp;
+  const bool silu = mlp.gated() && mlp.activation == Activation::kSilu;
+  model.run_blocks_with(nullptr);
+  torch::manual_seed(33);
+  const Values plain = values_of(model, precision);
+  for (BlockParts parts : kEachParts) {
+    parts.swiglu &= silu && !mlp.experts;
+    parts.mlp &= !mlp.experts;
+    model.run_blocks_with(lockstep::checkpoint, parts);
+    torch::manual_seed(33);
+    const Values again = values_of(model, precision);
+    ASSERT_EQ(again.size(), plain.size());
+    for (const auto& [name, value] : plain)
+      EXPECT_TRUE(torch::equal(again.at(name), value))
+          << family.name << ", " << names_of(parts) << ", precision " << precision << ": " << name;
+  }
+}
+
+TEST(RecomputedParts, ChangeNoBit) {
+  std::vector<Case> families = cases();
+  families[0].config = {.model = GptConfig{.n_layer = 2,
+                                           .n_head = 4,
+                                           .n_embd = 32,
+                                           .vocab_size = 101,
+                                           .n_positions = 64,
+                                           .embd_pdrop = 0.1,
+                                           .attn_pdrop = 0.1,
+                                           .resid_pdrop = 0.1}};
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  for (const Case& family : families) {
+    const std::string name = family.name;
+    const bool first = name == "GPT-2" || name == "Llama" || name == "Phi-3";
+    for (const bool adapted : {false, true}) {
+      if (adapted && family.config.spec().block.mlp.experts) continue;
+      const CausalLmPtr model = dropping_model(family, adapted);
+      model->use_fused(true);
+      for (const int precision : {0, 1, 2, 3})
+        if (precision == 1 || first) expect_parts_change_no_bit(family, *model, precision);
+      model->use_fused(false);
+      if (first) expect_parts_change_no_bit(family, *model, /*precision=*/1);
+    }
+  }
+  at::globalContext().setDeterministicAlgorithms(false, false);
+}
+
+// A graph that is kept goes backward a second time with the same gradients.
+TEST(RecomputedParts, AreThereForASecondBackward) {
+  const CausalLmPtr model = dropping_model(cases()[2], false);
+  model->use_fused(true);
+  model->run_blocks_with(lockstep::checkpoint, {.swiglu = true, .norm = true});
+  const at::Tensor ids = sample().first;
+  const at::Tensor loss = next_token_loss(model->forward(ids), ids);
+  loss.backward({}, /*retain_graph=*/true);
+  std::vector<at::Tensor> first;
+  for (const at::Tensor& p : model->parameters()) first.push_back(p.grad().clone());
+  model->zero_grad();
+  loss.backward();
+  for (std::size_t i = 0; i < first.size(); ++i)
+    EXPECT_TRUE(torch::equal(model->parameters()[i].grad(), first[i]));
+}
+
+TEST(RecomputedParts, OfAnotherFamilyAreRefused) {
+  const auto refused = [](const CausalLmConfig& config, const BlockParts& parts) {
+    try {
+      make_causal_lm(config)->run_blocks_with(lockstep::checkpoint, parts);
+    } catch (const UsageError& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  EXPECT_NE(refused(cases()[0].config, {.swiglu = true}).find("another activation. Write mlp"),
+            std::string::npos);
+  EXPECT_NE(refused(small_model("mixtral"), {.mlp = true}).find("has experts"), std::string::npos);
+}
+
 // ---------------------------------------------------------------- fp8
 
 at::Tensor fp8_loss(CausalLm& model, const at::Tensor& ids, const at::Tensor& targets,
@@ -333,14 +461,6 @@ at::Tensor fp8_loss(CausalLm& model, const at::Tensor& ids, const at::Tensor& ta
   const optim::Autocast autocast(ids.device(), at::kBFloat16);
   const nn::Fp8Autocast fp8(recipe);
   return model.loss(ids, targets);
-}
-
-std::map<std::string, at::Tensor> gradients_of(CausalLm& model) {
-  std::map<std::string, at::Tensor> all;
-  for (const auto& item : model.named_parameters())
-    if (item.value().grad().defined()) all[item.key()] = item.value().grad().clone();
-  model.zero_grad();
-  return all;
 }
 
 // A value of e4m3 is 2^-4 from what was cast at most and 3.6 % on average, one of e5m2 twice that;

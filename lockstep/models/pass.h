@@ -45,6 +45,8 @@ struct Pass {
   nn::TensorGroupPtr tensor{};             // null: parameters are whole
   // The length of a sequence that ranks divide in the stream; 0: each has all of it.
   std::int64_t sequence = 0;
+  BlockParts again{};                    // what backward computes again, where gradients are wanted
+  const BlockRunner* segment = nullptr;  // runs such a part
 
   // `to` where fp8 needs the largest magnitude of a layer's input, otherwise null.
   at::Tensor* amax_to(at::Tensor& to) const {

@@ -19,6 +19,21 @@ namespace lockstep::models {
 
 enum class Activation { kGeluTanh, kGelu, kRelu, kSilu };  // "gelu_new", "gelu", "relu", "silu"
 
+// Which activations of a block backward computes again instead of keeping them: the product of a
+// gated perceptron and the outputs of the norms before attention and perceptron, which cost little,
+// and all that the perceptron or attention would keep. Results have the same bits.
+struct BlockParts {
+  bool swiglu = false;
+  bool norm = false;
+  bool mlp = false;
+  bool attention = false;
+
+  bool any() const { return swiglu || norm || mlp || attention; }
+  bool operator==(const BlockParts&) const = default;
+};
+BlockParts block_parts(const std::vector<std::string>& names);  // by these names
+std::string names_of(const BlockParts& parts);                  // "swiglu, norm"
+
 // The defaults are the model of 124 million parameters, without dropout.
 struct GptConfig {
   std::int64_t n_layer = 12;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -193,6 +194,33 @@ std::vector<TensorCut> tensor_cuts(const BlockSpec& block) {
   for (std::int64_t i = 0; experts && i < experts->count(); ++i)
     cut_perceptron(fmt::format("{}{}.{}.", mlp, experts->list, i));
   return all;
+}
+
+BlockParts block_parts(const std::vector<std::string>& names) {
+  const auto has = [&](const char* name) { return std::ranges::count(names, name) > 0; };
+  return {has("swiglu"), has("norm"), has("mlp"), has("attention")};
+}
+
+std::string names_of(const BlockParts& parts) {
+  std::string text;
+  for (const auto& [on, name] :
+       {std::pair(parts.swiglu, "swiglu"), std::pair(parts.norm, "norm"),
+        std::pair(parts.mlp, "mlp"), std::pair(parts.attention, "attention")})
+    if (on) text += (text.empty() ? "" : ", ") + std::string(name);
+  return text;
+}
+
+void check_parts(const BlockParts& parts, const DecoderSpec& spec) {
+  const MlpSpec& mlp = spec.block.mlp;
+  if (mlp.experts && (parts.mlp || parts.swiglu))
+    throw UsageError(spec.family,
+                     "gradient_checkpointing.parts has {}, and the model has experts, which only "
+                     "run again with their block. Write gradient_checkpointing: true.",
+                     parts.mlp ? "mlp" : "swiglu");
+  if (parts.swiglu && !(mlp.gated() && mlp.activation == Activation::kSilu))
+    throw UsageError(spec.family,
+                     "gradient_checkpointing.parts has swiglu, and the model's perceptron has "
+                     "another activation. Write mlp, which runs all of it again.");
 }
 
 std::int64_t unused_by_a_token(const DecoderSpec& spec) {

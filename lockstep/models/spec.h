@@ -163,6 +163,8 @@ struct TensorCut {
 std::vector<TensorCut> tensor_cuts(const DecoderSpec& spec, int ranks);
 // The cuts of one block, by names relative to it; performs no checks.
 std::vector<TensorCut> tensor_cuts(const BlockSpec& block);
+// UsageError where the family's blocks do not have such a part.
+void check_parts(const BlockParts& parts, const DecoderSpec& spec);
 // Elements, over all blocks, of the experts that are not chosen for a token.
 std::int64_t unused_by_a_token(const DecoderSpec& spec);
 

@@ -138,4 +138,20 @@ void empty_storage(const c10::Storage& storage) {
   impl->set_nbytes(static_cast<std::size_t>(0));
 }
 
+void make_again(const at::Tensor& x, const at::Tensor& output, std::function<at::Tensor()> again) {
+  if (!again || !at::GradMode::is_enabled() || !output.requires_grad()) return;
+  empty_storage(x.storage());
+  struct Held {
+    c10::Storage to;
+    std::function<at::Tensor()> again;
+  };
+  const auto held = std::make_shared<Held>(Held{x.storage(), std::move(again)});
+  // Only the operations that need it hold the memory from then on, and a graph that is kept.
+  output.register_hook([held](const at::Tensor&) {
+    const at::NoGradGuard no_grad;
+    const Held now = std::exchange(*held, {});
+    if (now.again) fill_storage(now.to, now.again());
+  });
+}
+
 }  // namespace lockstep::nn

@@ -16,6 +16,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -71,6 +72,11 @@ at::Tensor divided(at::IntArrayRef sizes, const at::TensorOptions& options, Rows
 // A storage of `bytes` without memory: accessing it throws `message`. It claims the size, because
 // otherwise making a view of it, before any access, would fail without the message.
 c10::Storage storage_that_throws(std::size_t bytes, c10::Device device, const std::string& message);
+
+// Frees the memory of `x`, which only operations between it and `output` need in backward, until
+// the gradient of `output` is there; then `again` makes its values once more, bit by bit. Does
+// nothing without `again`, and where no gradient is wanted.
+void make_again(const at::Tensor& x, const at::Tensor& output, std::function<at::Tensor()> again);
 
 // Gives a storage the memory of `fresh`, and takes it away again. The storage object stays the
 // same, since others, such as autograd, may hold it.

@@ -364,6 +364,7 @@ struct Fp8LinearOptions {
   Fp8Recipe recipe;
   at::Tensor amax;                      // of x; optional
   detail::GradientAmaxPtr output_amax;  // of the gradient of the output; or null
+  bool casts_again = false;             // x for the weights' gradients, in backward
   bool dx = false, dweight = false;     // which gradients may be asked for
 };
 
@@ -390,9 +391,10 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     detail::save_type(ctx, "bias_type", bias);
     const at::Tensor y = at::empty({rows.size(0), out}, x.options());
     Fp8Pair in, weight;
+    const bool casts_again = options.casts_again && options.dweight;
     if (rows.numel() > 0) {
-      in = to_fp8({rows}, at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dweight},
-                  options.amax);
+      in = to_fp8({rows}, at::kFloat8_e4m3fn, options.recipe,
+                  {.transposed = options.dweight && !casts_again}, options.amax);
       weight =
           to_fp8(weights.vec(), at::kFloat8_e4m3fn, options.recipe, {.transposed = options.dx});
       detail::fp8_product(
@@ -400,8 +402,10 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
           {.fast = true, .bias = bias.defined() ? bias.detach().to(x.scalar_type()) : bias});
     }
     detail::save_gradient_amax(ctx, options.output_amax);
-    ctx->save_for_backward({in.transposed.values, in.transposed.scale, weight.transposed.values,
-                            weight.transposed.scale});
+    ctx->saved_data["casts_again"] = casts_again;
+    ctx->save_for_backward({casts_again ? rows : in.transposed.values,
+                            casts_again ? options.amax : in.transposed.scale,
+                            weight.transposed.values, weight.transposed.scale});
     auto shape = x.sizes().vec();
     shape.back() = out;
     return y.view(shape);
@@ -417,17 +421,20 @@ class Fp8LinearFunction : public torch::autograd::Function<Fp8LinearFunction> {
     bool wants_dweight = false;
     for (std::size_t i = 0; i < widths.size(); ++i) wants_dweight |= ctx->needs_input_grad(1 + i);
     Fp8Pair grad;
+    const auto recipe = static_cast<Fp8Recipe>(ctx->saved_data["recipe"].toInt());
     if (dy.numel() > 0 && (wants_dx || wants_dweight))
-      grad =
-          to_fp8({dy}, at::kFloat8_e5m2, static_cast<Fp8Recipe>(ctx->saved_data["recipe"].toInt()),
-                 {wants_dx, wants_dweight}, taken(detail::gradient_amax(ctx)));
+      grad = to_fp8({dy}, at::kFloat8_e5m2, recipe, {wants_dx, wants_dweight},
+                    taken(detail::gradient_amax(ctx)));
     variable_list result(1);
     if (wants_dx) {
       result[0] = at::empty({dy.size(0), shape.back()}, dy.options());
       if (dy.numel() > 0) detail::fp8_product(grad.matrix, {saved[2], saved[3]}, result[0], {});
       result[0] = result[0].view(shape);
     }
-    add_weight_gradients(ctx, {saved[0], saved[1]}, grad.transposed, dy, result);
+    Fp8Matrix x{saved[0], saved[1]};
+    if (wants_dweight && dy.numel() > 0 && ctx->saved_data["casts_again"].toBool())
+      x = to_fp8({saved[0]}, at::kFloat8_e4m3fn, recipe, {.matrix = false}, saved[1]).transposed;
+    add_weight_gradients(ctx, x, grad.transposed, dy, result);
     const bool wants_dbias = ctx->needs_input_grad(1 + widths.size());
     result.push_back(wants_dbias ? detail::column_sum(dy).to(detail::saved_type(ctx, "bias_type"))
                                  : at::Tensor());
@@ -516,19 +523,21 @@ void warn_not_in_fp8(std::int64_t inputs, std::int64_t outputs, std::string_view
 
 at::Tensor fp8_linear(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                       const at::Tensor& bias, Fp8Recipe recipe) {
-  return fp8_layer("fp8_linear", x.values, weights, bias, {recipe, x.amax, {}});
+  return fp8_layer("fp8_linear", x.values, weights, bias, {recipe, x.amax, {}, x.again != nullptr});
 }
 
 Fp8Input fp8_swiglu(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                     const at::Tensor& bias, Fp8Recipe recipe) {
   constexpr const char* kWho = "fp8_swiglu";
-  if (recipe == Fp8Recipe::kRowwise)
-    return swiglu(fp8_layer(kWho, x.values, weights, bias, {recipe, {}, {}}));
-  const auto gradient = c10::make_intrusive<detail::GradientAmax>();
-  const at::Tensor both = fp8_layer(kWho, x.values, weights, bias, {recipe, x.amax, gradient});
+  const bool scales_rows = recipe == Fp8Recipe::kRowwise;
+  const auto gradient =
+      scales_rows ? detail::GradientAmaxPtr() : c10::make_intrusive<detail::GradientAmax>();
+  const at::Tensor both =
+      fp8_layer(kWho, x.values, weights, bias,
+                {recipe, scales_rows ? at::Tensor() : x.amax, gradient, x.again != nullptr});
   at::Tensor amax;
-  const at::Tensor y = detail::swiglu(both, &amax, gradient);
-  return {y, amax};
+  const at::Tensor y = detail::swiglu(both, scales_rows ? nullptr : &amax, gradient);
+  return {y, amax, [both = both.detach()] { return swiglu(both); }};
 }
 
 }  // namespace lockstep::nn

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -84,11 +85,15 @@ void scale_part_from_fp8(const at::Tensor& part, const at::Tensor& amax);
 //   const at::Tensor normed = nn::rms_norm(x, weight, 1e-6, {}, &amax);
 //   const at::Tensor y = nn::fp8_linear({normed, amax}, {w}, bias);
 struct Fp8Input {
-  Fp8Input(at::Tensor of, at::Tensor largest = {})  // a tensor is an input
-      : values(std::move(of)), amax(std::move(largest)) {}
+  Fp8Input(at::Tensor of, at::Tensor largest = {},  // a tensor is an input
+           std::function<at::Tensor()> how = {})
+      : values(std::move(of)), amax(std::move(largest)), again(std::move(how)) {}
 
   at::Tensor values;
   at::Tensor amax;  // float [1] on the device of the values, exactly the largest; optional
+  // Makes the values again in backward (make_again() in divided.h): a layer then keeps them, which
+  // costs nothing, and casts them again. Optional.
+  std::function<at::Tensor()> again;
 };
 
 // x [weights]^T + bias: the products of x with all weights [out, in] side by side, in x's dtype;
@@ -97,8 +102,8 @@ struct Fp8Input {
 // in x's dtype, and one line in the log says so. UsageError for a GPU without fp8.
 at::Tensor fp8_linear(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                       const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
-// swiglu() of that product, as the next layer's input. Tensorwise, the product's gradient is not
-// read for its largest magnitude either.
+// swiglu() of that product, as the next layer's input, with `again`. Tensorwise, the product's
+// gradient is not read for its largest magnitude either.
 Fp8Input fp8_swiglu(const Fp8Input& x, const std::vector<at::Tensor>& weights,
                     const at::Tensor& bias, Fp8Recipe recipe = Fp8Recipe::kTensorwise);
 

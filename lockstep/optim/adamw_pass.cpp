@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -11,6 +12,8 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/cuda/table.h"
+#include "lockstep/kernels/step.h"
+#include "lockstep/optim/cpu_step.h"
 #include "lockstep/optim/rule_state.h"
 
 namespace lockstep::optim {
@@ -31,25 +34,30 @@ void check_item(const AdamWItem& item, c10::Device device, std::size_t groups) {
     return t.defined() && t.scalar_type() == type && t.device() == device && t.is_contiguous() &&
            t.sizes() == item.param.sizes();
   };
-  const bool ok = fits(item.param, at::kFloat) && fits(item.exp_avg, at::kFloat) &&
-                  fits(item.exp_avg_sq, at::kFloat) &&
-                  (!item.grad.defined() || fits(item.grad, at::kFloat)) && item.step.defined() &&
-                  item.step.numel() == 1 && item.step.scalar_type() == at::kFloat &&
-                  item.step.device() == device && item.group < groups;
+  const auto is_known = [](const at::Tensor& t) {
+    return t.defined() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16);
+  };
+  const bool ok = is_known(item.param) && fits(item.param, item.param.scalar_type()) &&
+                  is_known(item.exp_avg) && fits(item.exp_avg, item.exp_avg.scalar_type()) &&
+                  fits(item.exp_avg_sq, item.exp_avg.scalar_type()) &&
+                  (!item.grad.defined() || fits(item.grad, item.param.scalar_type())) &&
+                  item.step.defined() && item.step.numel() == 1 &&
+                  item.step.scalar_type() == at::kFloat && item.step.device() == device &&
+                  item.group < groups;
   if (!ok)
     throw UsageError(kAdamWPass,
-                     "an item does not fit: parameter, gradient and averages must be float, of one "
-                     "shape, contiguous and on {}, step one float, and the group one of {}. "
-                     "Convert the parameter, or use AdamW.",
+                     "an item does not fit: parameter, gradient and averages must be float or "
+                     "bfloat16, of one shape, contiguous and on {}, step one float, and the group "
+                     "one of {}. Convert the parameter, or use AdamW.",
                      device.str(), groups);
 }
 
 const at::Tensor& grad_of(const AdamWItem& item) {
   const at::Tensor& grad = item.grad.defined() ? item.grad : item.param.grad();
-  if (!grad.defined() || grad.scalar_type() != at::kFloat || !grad.is_contiguous() ||
+  if (!grad.defined() || grad.scalar_type() != item.param.scalar_type() || !grad.is_contiguous() ||
       grad.sizes() != item.param.sizes() || grad.device() != item.param.device())
     throw UsageError(kAdamWPass,
-                     "a parameter of {} elements has no float gradient in its own layout. Run "
+                     "a parameter of {} elements has no gradient of its own type and layout. Run "
                      "backward before step(), and leave frozen parameters out.",
                      item.param.numel());
   return grad;
@@ -77,6 +85,23 @@ bool aligned(const void* pointer) {
 template <typename T>
 T* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+cuda::AdamTensor tensor_of(const AdamWItem& item) {
+  cuda::AdamTensor t{.param = pointer<void>(item.param),
+                     .grad = grad_of(item).const_data_ptr(),
+                     .exp_avg = pointer<void>(item.exp_avg),
+                     .exp_avg_sq = pointer<void>(item.exp_avg_sq),
+                     .step = pointer<float>(item.step),
+                     .size = item.param.numel(),
+                     .begin = item.origin.begin,
+                     .parameter = item.origin.parameter,
+                     .group = static_cast<std::int32_t>(item.group),
+                     .aligned = 0,
+                     .bf16_param = item.param.scalar_type() == at::kBFloat16,
+                     .bf16_state = item.exp_avg.scalar_type() == at::kBFloat16};
+  t.aligned = aligned(t.param) && aligned(t.grad) && aligned(t.exp_avg) && aligned(t.exp_avg_sq);
+  return t;
 }
 
 }  // namespace
@@ -142,11 +167,11 @@ void AdamWPass::update(const at::Tensor& skip) {
   const at::NoGradGuard no_grad;
   if (items_.empty()) return;
   const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
-  LOCKSTEP_ASSERT(table == nullptr || measured_ != nullptr);
   if (table == nullptr) {
-    update_with_aten(skip);
+    update_on_cpu(skip);
   } else {
     const c10::DeviceGuard guard(norm_.device());
+    if (measured_ == nullptr) measured_ = &current_tables();
     cuda::AdamStep args = arguments(*measured_);
     args.skip = pointer<const float>(skip);
     check_status(table->adamw_update(args, table->current_stream(norm_.device().index())));
@@ -155,7 +180,7 @@ void AdamWPass::update(const at::Tensor& skip) {
     if (!is_frozen(item)) item.param.unsafeGetTensorImpl()->bump_version();
 }
 
-// ---------------------------------------------------------------- with ATen
+// ---------------------------------------------------------------- on a CPU
 
 void AdamWPass::measure_with_aten() {
   at::Tensor squares = at::zeros({1}, norm_.options().dtype(at::kDouble));
@@ -167,22 +192,20 @@ void AdamWPass::measure_with_aten() {
                         at::ones_like(max_norm_)));
 }
 
-void AdamWPass::update_with_aten(const at::Tensor& skip) {
+void AdamWPass::update_on_cpu(const at::Tensor& skip) {
   if (skip.defined() && skip.item<float>() != 0) return;
   for (const auto& item : items_) {
     if (is_frozen(item)) continue;
-    const AdamWOptions& o = groups_[item.group];
-    const auto [beta1, beta2] = o.betas;
-    at::Tensor param = item.param, m = item.exp_avg, v = item.exp_avg_sq, count = item.step;
-    const at::Tensor grad = grad_of(item) * clip_[0];
-    count += 1;
-    const double step = count.item<double>();
-    m.lerp_(grad, 1 - beta1);
-    v.mul_(beta2).addcmul_(grad, grad, 1 - beta2);
-    const at::Tensor denominator =
-        v.sqrt().mul_(1 / std::sqrt(1 - std::pow(beta2, step))).add_(o.eps);
-    param.mul_(1 - o.lr * o.weight_decay);
-    param.addcdiv_(m, denominator, -o.lr / (1 - std::pow(beta1, step)));
+    check_item(item, norm_.device(), groups_.size());
+    const cuda::AdamTensor tensor = tensor_of(item);
+    *tensor.step += 1;
+    const auto* const group = pointer<const cuda::AdamGroup>(group_values_) + item.group;
+    const float clip = *clip_.const_data_ptr<float>();
+    constexpr std::int64_t kUnit = 1024;
+    detail::share_out(
+        (tensor.size + kUnit - 1) / kUnit, kUnit, [&](std::int64_t begin, std::int64_t end) {
+          kernels::adamw(tensor, *group, clip, begin * kUnit, std::min(end * kUnit, tensor.size));
+        });
   }
 }
 
@@ -194,15 +217,7 @@ AdamWPass::Tables AdamWPass::make_tables(std::vector<const void*> made_for) cons
   std::vector<cuda::AdamChunk> chunks;
   for (const auto& item : items_) {
     if (is_frozen(item)) continue;
-    cuda::AdamTensor t{.param = pointer<float>(item.param),
-                       .grad = grad_of(item).const_data_ptr<float>(),
-                       .exp_avg = pointer<float>(item.exp_avg),
-                       .exp_avg_sq = pointer<float>(item.exp_avg_sq),
-                       .step = pointer<float>(item.step),
-                       .size = item.param.numel(),
-                       .group = static_cast<std::int32_t>(item.group),
-                       .aligned = 0};
-    t.aligned = aligned(t.param) && aligned(t.grad) && aligned(t.exp_avg) && aligned(t.exp_avg_sq);
+    const cuda::AdamTensor t = tensor_of(item);
     for (std::int32_t i = 0; i * cuda::kAdamChunk < t.size; ++i)
       chunks.push_back({static_cast<std::int32_t>(tensors.size()), i});
     tensors.push_back(t);

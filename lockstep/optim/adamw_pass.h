@@ -1,4 +1,4 @@
-// AdamW over many float parameters in one pass over memory: clipping by the norm of all gradients,
+// AdamW over many parameters in one pass over memory: clipping by the norm of all gradients,
 // and the update.
 //
 //   AdamWPass pass{items, {AdamWOptions{.lr = 3e-4}}};
@@ -12,8 +12,9 @@
 // On CUDA, all values that change between steps (learning rate, bound, step number) are on the
 // device, so a captured CUDA graph may contain step(): set_options() and set_max_norm() write them
 // between replays.
-// The arithmetic is AdamW's in float. Its bits differ from those of ATen's fused kernel, which
-// computes in double.
+// The arithmetic is AdamW's in float, with the same bits on a CPU and on a GPU for one norm
+// (lockstep/kernels/adamw_element.h). They differ from those of ATen's fused kernel, which computes
+// in double.
 //
 // Shares the tensors of its items and keeps them alive. One thread at a time. Not public yet.
 #pragma once
@@ -26,16 +27,18 @@
 
 #include "lockstep/kernels/cuda/arguments.h"
 #include "lockstep/optim/options.h"
+#include "lockstep/optim/rule.h"
 
 namespace lockstep::optim {
 
 struct AdamWItem {
-  at::Tensor param;       // float
-  at::Tensor grad;        // float, of its shape; undefined: param.grad() at each step
-  at::Tensor exp_avg;     // float
-  at::Tensor exp_avg_sq;  // float
+  at::Tensor param;       // float or bfloat16
+  at::Tensor grad;        // of its type and shape; undefined: param.grad() at each step
+  at::Tensor exp_avg;     // float or bfloat16
+  at::Tensor exp_avg_sq;  // of the same type
   at::Tensor step;        // one float on param's device: how many steps were taken
   std::size_t group = 0;
+  Origin origin{};
 };
 
 class AdamWPass {
@@ -67,7 +70,7 @@ class AdamWPass {
     std::vector<const void*> made_for;
   };
   void measure_with_aten();
-  void update_with_aten(const at::Tensor& skip);
+  void update_on_cpu(const at::Tensor& skip);
   std::vector<const void*> addresses() const;
   Tables make_tables(std::vector<const void*> made_for) const;
   Tables& current_tables();

@@ -6,8 +6,10 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/step.h"
 #include "lockstep/nn/device_for_test.h"
 
 namespace lockstep::optim {
@@ -174,6 +176,102 @@ TEST(AdamWPass, RefusesWhatDoesNotFit) {
   AdamWPass pass{items, {{}, {}}};
   EXPECT_THROW(pass.step(), UsageError);
   EXPECT_THROW(pass.set_max_norm(-1), UsageError);
+}
+
+// ---------------------------------------------------------------- bfloat16
+
+// The same with state, of these types, and at places in larger parameters.
+std::vector<AdamWItem> typed_items(at::ScalarType param, at::ScalarType state, c10::Device device) {
+  std::vector<AdamWItem> items = some_items();
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    AdamWItem& item = items[i];
+    // In memory of its own whose address is as little a multiple of 16 bytes as before.
+    const auto as = [&](const at::Tensor& values, at::ScalarType type) {
+      const std::int64_t size = values.numel(), shift = size == 1003 ? 1 : 0;
+      const at::Tensor whole = at::empty({size + 1}, at::device(device).dtype(type));
+      return whole.narrow(0, shift, size).copy_(values);
+    };
+    const at::Tensor average = torch::randn({item.param.numel()}) * 0.01;
+    item.grad = as(item.grad, param);
+    item.param = as(item.param, param);
+    item.exp_avg = as(average, state);
+    item.exp_avg_sq = as(average.square() * 3, state);
+    item.step = torch::full({}, 4, at::device(device).dtype(at::kFloat));
+    item.origin = {static_cast<std::uint32_t>(100 + i), static_cast<std::int64_t>(i * 70001)};
+  }
+  return items;
+}
+
+// x rounded to a neighbour in bfloat16: away from zero where a 16-bit number that is drawn and the
+// part that is cut off make a whole.
+float rounded_plainly(float x, std::uint64_t drawn) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const std::uint64_t cut = bits % 65536;
+  bits -= static_cast<std::uint32_t>(cut);
+  if (cut + drawn % 65536 >= 65536) bits += 65536;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+std::uint64_t drawn_for(std::uint64_t key, std::uint64_t element) {
+  std::uint64_t x = key + element * 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// Every product is stored before it is added, so that no compiler makes one operation of both.
+void step_plainly(const AdamWItem& item, const AdamWOptions& o) {
+  const auto floats = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
+  const at::Tensor p = floats(item.param), g = floats(item.grad), m = floats(item.exp_avg),
+                   v = floats(item.exp_avg_sq);
+  const kernels::cuda::AdamGroup c{static_cast<float>(o.lr), static_cast<float>(o.betas.first),
+                                   static_cast<float>(o.betas.second), static_cast<float>(o.eps),
+                                   static_cast<float>(o.weight_decay)};
+  const auto f = kernels::adamw_factors(c, 5, item.origin.parameter);
+  const bool rounds = item.exp_avg.scalar_type() == at::kBFloat16;
+  const bool rounds_param = item.param.scalar_type() == at::kBFloat16;
+  for (std::int64_t i = 0; i < p.numel(); ++i) {
+    auto* const px = p.mutable_data_ptr<float>() + i;
+    auto* const mx = m.mutable_data_ptr<float>() + i;
+    auto* const vx = v.mutable_data_ptr<float>() + i;
+    const float grad = g.const_data_ptr<float>()[i];
+    volatile float fresh = (1 - c.beta2) * grad, square = fresh * grad;
+    volatile float average = std::fma(1 - c.beta1, grad - *mx, *mx);
+    volatile float squares = std::fma(c.beta2, *vx, square);
+    volatile float root = std::sqrt(squares) * f.root_correction2, denominator = root + c.eps;
+    volatile float change = f.step_size * average, kept = *px * f.decay;
+    volatile float moved = change / denominator;
+    const std::uint64_t drawn = drawn_for(f.key, static_cast<std::uint64_t>(item.origin.begin + i));
+    *px = rounds_param ? rounded_plainly(kept - moved, drawn) : kept - moved;
+    *mx = rounds ? rounded_plainly(average, drawn >> 16) : average;
+    *vx = rounds ? rounded_plainly(squares, drawn >> 32) : squares;
+  }
+  item.param.copy_(p);
+  item.exp_avg.copy_(m);
+  item.exp_avg_sq.copy_(v);
+}
+
+// With LOCKSTEP_DEVICE=cuda this compares the CUDA kernel with the CPU's loop.
+TEST(AdamWPass, HasTheBitsOfAPlainLoopInEveryType) {
+  const std::vector<AdamWOptions> groups{
+      {.lr = 1e-2, .betas = {0.9, 0.95}, .weight_decay = 0.1},
+      {.lr = 3e-3, .betas = {0.8, 0.99}, .eps = 1e-6, .weight_decay = 0}};
+  for (const auto param : {at::kFloat, at::kBFloat16})
+    for (const auto state : {at::kFloat, at::kBFloat16}) {
+      const auto items = typed_items(param, state, nn::test_device());
+      const auto plain = typed_items(param, state, at::kCPU);
+      AdamWPass pass{items, groups};
+      pass.update();
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        step_plainly(plain[i], groups[plain[i].group]);
+        EXPECT_TRUE(items[i].param.cpu().equal(plain[i].param)) << param << state << i;
+        EXPECT_TRUE(items[i].exp_avg.cpu().equal(plain[i].exp_avg)) << param << state << i;
+        EXPECT_TRUE(items[i].exp_avg_sq.cpu().equal(plain[i].exp_avg_sq)) << param << state << i;
+        EXPECT_EQ(items[i].step.item<float>(), 5);
+      }
+    }
 }
 
 }  // namespace

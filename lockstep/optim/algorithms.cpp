@@ -14,6 +14,7 @@
 
 #include "lockstep/core/error.h"
 #include "lockstep/kernels/step.h"
+#include "lockstep/optim/adamw_pass.h"
 #include "lockstep/optim/option.h"
 
 namespace lockstep::optim {
@@ -48,6 +49,8 @@ class AdamRule final : public RuleOf<Options> {
   }
 
   void update(const std::vector<StepItem>& items, const at::Tensor& found) const override {
+    if constexpr (std::is_same_v<Options, AdamWOptions>)
+      if (options.bf16_state) return update_rounded(items, found);
     std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, steps;
     for (const StepItem& item : items) {
       params.push_back(item.param);
@@ -68,6 +71,23 @@ class AdamRule final : public RuleOf<Options> {
     } else {
       call([](auto&&... args) { at::_fused_adam_(args...); });
     }
+  }
+
+ private:
+  // As they lie in memory, for which an item's tensors all have one layout.
+  void update_rounded(const std::vector<StepItem>& items, const at::Tensor& found) const
+    requires std::is_same_v<Options, AdamWOptions>
+  {
+    const auto flat = [](const at::Tensor& t) { return t.as_strided({t.numel()}, {1}); };
+    std::vector<AdamWItem> all;
+    for (const StepItem& item : items)
+      all.push_back({.param = flat(item.param.detach()),
+                     .grad = flat(item.grad),
+                     .exp_avg = flat(item.state[0]),
+                     .exp_avg_sq = flat(item.state[1]),
+                     .step = item.step - 1,  // which the pass adds
+                     .origin = item.origin});
+    AdamWPass(std::move(all), {options}).update(found);
   }
 };
 

@@ -113,8 +113,19 @@ void refuse_capture() {
                 "fixed learning rate");
 }
 
+// For what no kernel averages in its pass.
+at::Tensor average_of(const SplitGradient& split, const at::Tensor& like) {
+  at::Tensor sum = split.sources[0].to(split.sources[0].scalar_type(), false, /*copy=*/true);
+  for (std::size_t i = 1; i < split.sources.size(); ++i) sum.add_(split.sources[i]);
+  if (split.divisor != 1) sum.div_(split.divisor);
+  if (split.scale != 1) sum.mul_(split.scale);
+  return sum.view_as(like);
+}
+
+using Origins = std::map<at::TensorImpl*, Origin>;
+
 void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const UpdateRule& rule,
-                const at::Tensor& skip, const SplitGradients* split) {
+                const at::Tensor& skip, const SplitGradients* split, const Origins& origins) {
   const SpanKernels kernels = rule.kernels();
   std::vector<detail::CpuItem> here;
   std::vector<StepItem> rest;
@@ -134,9 +145,9 @@ void step_batch(torch::optim::Optimizer& optimizer, const Batch& batch, const Up
       here.push_back({param, grad, std::move(tensors), steps, found});
       continue;
     }
-    LOCKSTEP_ASSERT(found == nullptr);
     if (rule.counts_steps()) counters.push_back(state.step);
-    rest.push_back({param, grad, std::move(tensors), state.step, first});
+    rest.push_back({param, found != nullptr ? average_of(*found, grad) : grad, std::move(tensors),
+                    state.step, first, origins.at(param.unsafeGetTensorImpl())});
   }
   detail::step_on_cpu(here, kernels);
   if (!counters.empty()) at::_foreach_add_(counters, 1);
@@ -243,10 +254,19 @@ void Optimizer::list_parameters() {
   const auto add = [&](const at::Tensor& param) {
     if (group_of.erase(param.unsafeGetTensorImpl()) != 0) params_.push_back(param);
   };
+  std::unordered_map<at::TensorImpl*, std::uint32_t> identities;
   if (for_model_)
-    for (const auto& [name, param] : names_) add(param);
+    for (const auto& [name, param] : names_) {
+      add(param);
+      identities.try_emplace(param.unsafeGetTensorImpl(), origin_named(name));
+    }
   for (const auto& params : by_group)
     for (const at::Tensor& param : params) add(param);
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    at::TensorImpl* const param = params_[i].unsafeGetTensorImpl();
+    const auto own = identities.try_emplace(param, static_cast<std::uint32_t>(i)).first;
+    origins_[param].parameter = own->second;
+  }
   by_group_ = std::move(by_group);
   listed_ = std::move(now);
   pass_.reset();
@@ -279,6 +299,10 @@ void Optimizer::add_param_group(const Group& group) {
                      "parameters among them already. Make a new optimizer with all groups; "
                      "state_dict() and load_state_dict() carry the state over.");
   torch::optim::Optimizer::add_param_group(group);
+}
+
+void Optimizer::set_begin(const at::Tensor& param, std::int64_t begin) {
+  origins_[param.unsafeGetTensorImpl()].begin = begin;
 }
 
 void Optimizer::zero_grad() {
@@ -371,7 +395,7 @@ void Optimizer::step_groups(const at::Tensor& found_inf, const SplitGradients* s
         if (skip.item<float>() != 0) continue;
         skip = at::Tensor();
       }
-      step_batch(*this, batch, *rule, skip, split);
+      step_batch(*this, batch, *rule, skip, split, origins_);
     }
   }
 }
@@ -414,10 +438,14 @@ bool Optimizer::has_pass() {
       });
   if (pass_) return all_have_gradients;
   const c10::Device device = params_.empty() ? c10::Device(c10::kCPU) : params_[0].device();
-  bool adamw = true;
-  for (std::size_t g = 0; g < groups(); ++g) adamw &= options(g).is<AdamWOptions>();
+  bool adamw = true, rounded = true;
+  for (std::size_t g = 0; g < groups(); ++g) {
+    adamw &= options(g).is<AdamWOptions>();
+    rounded &= adamw && options(g).as<AdamWOptions>().bf16_state;
+  }
   const bool fits = std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
-    return param.device() == device && param.scalar_type() == at::kFloat && param.is_contiguous();
+    return param.device() == device && param.is_contiguous() &&
+           (param.scalar_type() == at::kFloat || (rounded && param.scalar_type() == at::kBFloat16));
   });
   if (!for_model_) no_pass_ = "the optimizer was made from a list of parameters, not for a model";
   if (!adamw) no_pass_ = "the optimizer is not AdamW";
@@ -441,7 +469,8 @@ bool Optimizer::has_pass() {
                      .exp_avg = state["exp_avg"],
                      .exp_avg_sq = state["exp_avg_sq"],
                      .step = state.step,
-                     .group = g});
+                     .group = g,
+                     .origin = origins_.at(param.unsafeGetTensorImpl())});
   }
   pass_ = std::make_unique<AdamWPass>(std::move(items), std::move(rules));
   return all_have_gradients;

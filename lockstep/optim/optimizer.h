@@ -100,6 +100,7 @@ class Optimizer : public torch::optim::Optimizer {
   void step_unless(const at::Tensor& found_inf);
   void step_split(const SplitGradients& gradients);  // in place of .grad; for a parallelism
   void add_param_group(const torch::optim::OptimizerParamGroup& group);  // divided: UsageError
+  void set_begin(const at::Tensor& param, std::int64_t begin);  // of a part; for a parallelism
   virtual void zero_grad();
   void zero_grad(bool set_to_none) { torch::optim::Optimizer::zero_grad(set_to_none); }
 
@@ -154,17 +155,16 @@ class Optimizer : public torch::optim::Optimizer {
   std::vector<at::TensorImpl*> listed_;            // in all groups, when these two were made:
   std::vector<std::vector<at::Tensor>> by_group_;  // each parameter once
   std::vector<at::Tensor> params_;                 // in the order of the names
+  std::map<at::TensorImpl*, Origin> origins_;
   std::unique_ptr<AdamWPass> pass_;
   std::string no_pass_;  // why there is none
   std::uint64_t layout_ = 0;
 };
 
-// An Optimizer keeps the whole state on every rank unless a derived class divides it.
-using ReplicatedOptimizer = Optimizer;
+using ReplicatedOptimizer = Optimizer;  // unless a derived class divides the state
 
 namespace detail {
 void check(const StepOptions& options);  // UsageError: its max_grad_norm is no bound
-// UsageError for options out of range.
 torch::optim::OptimizerParamGroup make_group(std::vector<at::Tensor> params, const Rule& rule);
 }  // namespace detail
 

@@ -78,6 +78,7 @@ struct StateSpec {
   std::string name;                 // key in checkpoints "<parameter>.<name>"; no dots, not "step"
   std::vector<std::int64_t> sizes;  // the parameter's, unless the rule takes whole tensors
   bool at_least_float = false;      // float for a parameter of a half type, else its dtype
+  bool bfloat16 = false;            // whatever the parameter's dtype
   std::int64_t numel() const {
     std::int64_t count = 1;
     for (const std::int64_t size : sizes) count *= size;

@@ -26,6 +26,7 @@ struct AdamWOptions {
   std::pair<double, double> betas{0.9, 0.999};
   double eps = 1e-8;
   double weight_decay = 1e-2;
+  bool bf16_state = false;  // it, and parameters of bfloat16, are then rounded stochastically
 
   void each(const OptionVisitor& option) {
     option("lr", lr);
@@ -33,9 +34,11 @@ struct AdamWOptions {
     option("beta2", betas.second, {.below = 1});
     option("eps", eps);
     option("weight_decay", weight_decay);
+    option("bf16_state", bf16_state);
   }
   std::vector<StateSpec> state(Sizes sizes) const {
-    return {{"exp_avg", copy_of(sizes)}, {"exp_avg_sq", copy_of(sizes)}};
+    return {{"exp_avg", copy_of(sizes), false, bf16_state},
+            {"exp_avg_sq", copy_of(sizes), false, bf16_state}};
   }
 };
 

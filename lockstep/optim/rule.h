@@ -29,6 +29,7 @@ namespace lockstep::optim {
 
 // The dtype of a tensor of state for a parameter of this dtype.
 inline at::ScalarType dtype_of(const StateSpec& spec, at::ScalarType param) {
+  if (spec.bfloat16) return at::kBFloat16;
   return spec.at_least_float && at::isReducedFloatingType(param) ? at::kFloat : param;
 }
 
@@ -38,6 +39,14 @@ enum class Granularity { kElements, kTensors };
 
 using StateTensors = c10::SmallVector<at::Tensor, 2>;
 
+// Where an item's elements are in the model, for rules that round stochastically: the same however
+// ranks divide it.
+struct Origin {
+  std::uint32_t parameter = 0;  // origin_named() of its name
+  std::int64_t begin = 0;       // the first element, in the parameter
+};
+std::uint32_t origin_named(std::string_view parameter);
+
 // One item of update(): a whole parameter or, for an elementwise rule, a flat slice of
 // one.
 struct StepItem {
@@ -46,6 +55,7 @@ struct StepItem {
   StateTensors state;  // in the order of UpdateRule::state()
   at::Tensor step;     // a float on the parameter's device: how often it was stepped, including now
   bool is_first_step = false;  // its state is new
+  Origin origin{};
 };
 
 // A StepItem's update as plain functions on CPU memory, for elementwise rules with kernels of their

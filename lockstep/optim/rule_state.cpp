@@ -82,6 +82,13 @@ void detail::check_options(std::string_view who,
   }));
 }
 
+// FNV-1a.
+std::uint32_t origin_named(std::string_view parameter) {
+  std::uint32_t hash = 2166136261u;
+  for (const char c : parameter) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  return hash;
+}
+
 // ---------------------------------------------------------------- the state of a parameter
 
 const at::Tensor& RuleState::operator[](std::string_view name) const {
@@ -154,11 +161,13 @@ const RuleState& ensure_state(torch::optim::Optimizer& optimizer, const at::Tens
 void GroupRule::serialize(torch::serialize::InputArchive& archive) {
   rule->each_option(OptionVisitor([&](const Option& option) {
     c10::IValue value;
-    if (!archive.try_read(std::string(option.name), value))
+    if (!archive.try_read(std::string(option.name), value)) {
+      if (option.kind == Option::Kind::kFlag) return;  // of a later release
       throw UsageError(rule->name(),
                        "the archive has no option '{}'. It was probably saved by another "
                        "optimizer.",
                        option.name);
+    }
     option.value = value.isBool() ? (value.toBool() ? 1 : 0) : value.toScalar().toDouble();
   }));
 }

@@ -205,6 +205,8 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
     (m.owner < 0 ? row_names : tensor_names).emplace_back(m.p->name, stepped);
   }
   rows_ = std::make_unique<optim::ReplicatedOptimizer>(row_names, std::move(of_rows));
+  for (const Member& m : members_)
+    if (m.owner < 0 && steps_here(m)) rows_->set_begin(m.p->shard, m.p->rows->begin);
   if (any_dealt)
     tensors_ = std::make_unique<optim::ReplicatedOptimizer>(tensor_names, std::move(of_tensors));
 }

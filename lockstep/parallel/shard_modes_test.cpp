@@ -179,6 +179,7 @@ Trained train_replicas(const Mesh& mesh, const optim::Rule& rule, double max_nor
 }
 
 const optim::AdamWOptions kAdamW{.lr = 0.01, .weight_decay = 0.1};
+const optim::AdamWOptions kRounded{.lr = 0.01, .weight_decay = 0.1, .bf16_state = true};
 
 void expect_close(const at::Tensor& got, const at::Tensor& expected) {
   EXPECT_TRUE(at::allclose(got, expected, 1e-4, 1e-6)) << (got - expected).abs().max();
@@ -210,10 +211,10 @@ TEST_P(ShardModesTest, EveryModeHasTheBitsOfTheOthers) {
     optim::Rule rule;
     double max_norm;
   };
-  for (const Case& row :
-       {Case{kAdamW, 0}, Case{kAdamW, 0.02}, Case{optim::LionOptions{.lr = 1e-3}, 0},
-        Case{optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0},
-        Case{optim::AdafactorOptions{.lr = 0.01}, 0.02}})
+  for (const Case& row : {Case{kAdamW, 0}, Case{kAdamW, 0.02}, Case{kRounded, 0.02},
+                          Case{optim::LionOptions{.lr = 1e-3}, 0},
+                          Case{optim::SGDOptions{.lr = 0.1, .momentum = 0.9}, 0},
+                          Case{optim::AdafactorOptions{.lr = 0.01}, 0.02}})
     on_ranks([&](const Mesh& mesh) {
       const optim::Rule& rule = row.rule;
       const double max_norm = row.max_norm;

@@ -193,11 +193,13 @@ void ShardedImpl::make_state(const Domain& domain, Owned& owned) {
   if (owned.state.size() < specs.size()) owned.state.resize(specs.size());
   for (std::size_t k = 0; k < specs.size(); ++k) {
     if (owned.state[k].defined()) continue;
-    owned.state[k] = optim::detail::make_state(
-        domain.whole()
-            ? specs[k]
-            : optim::StateSpec{specs[k].name, {owned.piece.count}, specs[k].at_least_float},
-        domain.whole() ? place_of(member) : owned.param);
+    owned.state[k] =
+        optim::detail::make_state(domain.whole() ? specs[k]
+                                                 : optim::StateSpec{specs[k].name,
+                                                                    {owned.piece.count},
+                                                                    specs[k].at_least_float,
+                                                                    specs[k].bfloat16},
+                                  domain.whole() ? place_of(member) : owned.param);
   }
 }
 
@@ -225,7 +227,8 @@ void ShardedImpl::update(Domain& domain, Owned& owned, double clip) {
                        .grad = combine(how),
                        .state = owned.state,
                        .step = {},
-                       .is_first_step = member.steps == 1};
+                       .is_first_step = member.steps == 1,
+                       .origin = {optim::origin_named(member.name), owned.piece.begin}};
   if (domain.whole()) {
     item.param = place_of(member);
     item.grad = item.grad.as_strided(member.slot.sizes(), member.slot.strides());

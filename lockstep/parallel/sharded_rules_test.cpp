@@ -58,6 +58,7 @@ std::vector<RuleCase> rule_cases() {
     return [rule](Net& net) { return Groups{{net->parameters(), rule}}; };
   };
   return {{"lion", all(optim::LionOptions{.lr = 0.01, .weight_decay = 0.1})},
+          {"adamw, rounded", all(optim::AdamWOptions{.lr = 0.01, .bf16_state = true})},
           {"adafactor", all(optim::AdafactorOptions{.lr = 0.01})},
           {"adafactor with a first moment",
            all(optim::AdafactorOptions{.lr = 0.01, .beta1 = 0.9, .scale_parameter = true})},

@@ -40,6 +40,16 @@ class Number {
   double value_;
 };
 
+// Which activations backward computes again: none, those of whole blocks, or of parts of them.
+struct GradientCheckpointing {
+  constexpr GradientCheckpointing(bool wanted = false) : on(wanted) {}
+  constexpr explicit operator bool() const { return on; }
+  bool whole_blocks() const { return on && parts.empty(); }
+
+  bool on;
+  std::vector<std::string> parts{};  // swiglu, norm, mlp, attention
+};
+
 // The settings of a run. A number of steps below 1 is a share of all steps.
 struct TrainingArguments {
   // What is trained, as written in the file. The command that trains interprets the maps; a plain
@@ -66,6 +76,7 @@ struct TrainingArguments {
   // Optimizer and schedule.
   std::string optim = "adamw";
   std::optional<std::string> optim_args{};  // options of the optimizer without a key of their own
+  std::string optim_state_dtype = "float32";
   double learning_rate = 5e-5;
   std::optional<std::int64_t> learning_rate_batch_size{};  // samples per step it was chosen for
   double weight_decay = 0;
@@ -79,7 +90,7 @@ struct TrainingArguments {
   std::shared_ptr<const Node> lr_scheduler_kwargs{};  // optim::schedule_kwargs() reads it
   Number warmup_steps = 0;
   double label_smoothing_factor = 0;
-  bool gradient_checkpointing = false;
+  GradientCheckpointing gradient_checkpointing{};
   std::string compile_model = "auto";
 
   // Precision, device and repeatability.

@@ -46,6 +46,7 @@ class Checker {
     loading();
     accumulation();
     sharding();
+    state();
     reports();
     scheduler();
     schedule_length();
@@ -260,6 +261,15 @@ class Checker {
       add({"gradient_checkpointing", "fsdp_config"},
           "gradient_checkpointing and fsdp_config.activation_checkpointing are the same. Keep "
           "one.");
+  }
+
+  void state() {
+    const TrainingArguments& a = arguments_;
+    if (a.optim_state_dtype != "float32" && a.optim != "adamw")
+      add({"optim_state_dtype", "optim"},
+          fmt::format("optim_state_dtype {} is adamw's, and {} has its state in the type of the "
+                      "parameters. Use adamw, or delete it.",
+                      a.optim_state_dtype, a.optim));
   }
 
   void pipeline(const FsdpPlan& plan) {

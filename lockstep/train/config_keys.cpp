@@ -112,6 +112,10 @@ constexpr KeySpec kKeys[] = {
     key("optim_args", &A::optim_args,
         "further options of the optimizer: name=value,name=value, such as ns_steps=6",
         {.unset = "none"}),
+    key("optim_state_dtype", &A::optim_state_dtype,
+        "type of adamw's exp_avg and exp_avg_sq; bfloat16 is rounded stochastically and takes 4 "
+        "bytes a parameter instead of 8",
+        {.choices = "float32|bfloat16", .ours = true}),
     key("learning_rate", &A::learning_rate, "peak learning rate", {.check = &kRate}),
     key("learning_rate_batch_size", &A::learning_rate_batch_size,
         "samples per step that learning_rate was chosen for; another effective batch gets a "
@@ -142,7 +146,8 @@ constexpr KeySpec kKeys[] = {
     key("label_smoothing_factor", &A::label_smoothing_factor,
         "share of the target spread over all classes", {.check = &kBelow1}),
     key("gradient_checkpointing", &A::gradient_checkpointing,
-        "compute activations again in backward: less memory, more time"),
+        "compute activations again in backward: less memory, more time; true: of whole blocks",
+        {.choices = "swiglu|norm|mlp|attention"}),
     key("compile_model", &A::compile_model,
         "capture the training step as one CUDA graph and replay it, on a GPU; auto: where the "
         "step can be captured",
@@ -493,6 +498,13 @@ constexpr KeyHint kHints[] = {
     means("torch_dtype", "mixed_precision"),
     means("dtype", "mixed_precision"),
     means("activation_checkpointing", "gradient_checkpointing"),
+    means("recompute_modules", "gradient_checkpointing"),
+    means("optimizer_state_dtype", "optim_state_dtype"),
+    means("bf16_optimizer_states", "optim_state_dtype"),
+    means("exp_avg_dtype", "optim_state_dtype"),
+    means("exp_avg_sq_dtype", "optim_state_dtype"),
+    means("opt_m_dtype", "optim_state_dtype"),
+    means("opt_v_dtype", "optim_state_dtype"),
 };
 
 }  // namespace

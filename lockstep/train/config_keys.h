@@ -25,10 +25,11 @@ namespace lockstep::train {
 using NodePtr = std::shared_ptr<const Node>;
 template <typename Type>
 using Of = Type TrainingArguments::*;
-using Member = std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::string>,
-                            Of<std::optional<bool>>, Of<std::optional<std::int64_t>>,
-                            Of<std::optional<double>>, Of<std::optional<std::string>>, Of<Number>,
-                            Of<std::optional<Number>>, Of<std::vector<std::string>>, Of<NodePtr>>;
+using Member =
+    std::variant<Of<bool>, Of<std::int64_t>, Of<double>, Of<std::string>, Of<std::optional<bool>>,
+                 Of<std::optional<std::int64_t>>, Of<std::optional<double>>,
+                 Of<std::optional<std::string>>, Of<Number>, Of<std::optional<Number>>,
+                 Of<std::vector<std::string>>, Of<NodePtr>, Of<GradientCheckpointing>>;
 
 // An upper bound for steps (and tokens of a step), far above any run, far below overflow.
 inline constexpr double kStepLimit = 1e12;

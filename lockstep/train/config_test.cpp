@@ -474,6 +474,20 @@ const Mistake kMistakes[] = {
      "t.yaml:1:22: lr_scheduler_kwargs must be a map, and 3 is a number."},
     {"KwargsKey", "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {powr: 2}\n",
      "t.yaml:2:23: lr_scheduler_kwargs (polynomial) has no key 'powr'. Did you mean power?"},
+    {"PartsUnknown", "gradient_checkpointing: {parts: [swigul]}\n",
+     "t.yaml:1:34: gradient_checkpointing must be swiglu, norm, mlp or attention, and 'swigul' is "
+     "none of them. Did you mean swiglu?"},
+    {"PartsEmpty", "gradient_checkpointing: {parts: []}\n",
+     "t.yaml:1:25: gradient_checkpointing names no parts. Write {parts: [swiglu, norm, mlp, "
+     "attention]}, or true for whole blocks."},
+    {"PartsOtherKey", "gradient_checkpointing: {part: [norm]}\n",
+     "t.yaml:1:26: gradient_checkpointing has no key 'part'. Did you mean parts?"},
+    {"StateDtype", "optim_state_dtype: bf16\n",
+     "t.yaml:1:20: optim_state_dtype must be float32 or bfloat16, and 'bf16' is neither."},
+    {"StateDtypeOfAnother", "optim_state_dtype: bfloat16\noptim: lion\n",
+     "t.yaml:1:1: optim_state_dtype bfloat16 is adamw's, and lion has its state in the type of the "
+     "parameters. Use adamw, or delete it."},
+    {"StateDtypeOfMegatron", "exp_avg_dtype: bfloat16\n", "optim_state_dtype"},
     {"KwargsOfLinear", "lr_scheduler_kwargs: {power: 2}\n",
      "t.yaml:1:23: lr_scheduler_kwargs (linear) has no key 'power'."},
     {"KwargsMinLr", "lr_scheduler_type: cosine_with_min_lr\n",

@@ -1,5 +1,6 @@
 // Members of TrainingArguments by their row of the table: set, read, described.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -133,6 +134,20 @@ void read(NodePtr& out, const KeySpec& key, const Node& node) {
   }
   out = std::make_shared<const Node>(std::move(copy));
 }
+void read(GradientCheckpointing& out, const KeySpec& key, const Node& node) {
+  if (!node.is(NodeKind::kMap)) {
+    out = as_bool(node, key.name);
+    return;
+  }
+  MapReader keys(node, std::string(key.name));
+  GradientCheckpointing given = true;
+  if (const Node* const parts = keys.node("parts")) read(given.parts, key, *parts);
+  keys.finish();
+  if (given.parts.empty() || given.parts.front() == "none")
+    refuse(node, "{} names no parts. Write {{parts: [{}]}}, or true for whole blocks.", key.name,
+           fmt::join(split_choices(key.choices), ", "));
+  out = std::move(given);
+}
 template <typename Type>
 void read(std::optional<Type>& out, const KeySpec& key, const Node& node) {
   Type value{};
@@ -165,6 +180,10 @@ Node write(const std::string& value, const KeySpec&) {
 Node write(const std::vector<std::string>& value, const KeySpec&) {
   return texts_node(value);
 }
+Node write(const GradientCheckpointing& value, const KeySpec&) {
+  if (value.parts.empty()) return bool_node(value.on);
+  return map_node({{"parts", texts_node(value.parts)}});
+}
 Node write(const NodePtr& value, const KeySpec&) {
   return value ? *value : Node{};
 }
@@ -186,6 +205,9 @@ std::string_view type_name(const std::string&) {
   return "text";
 }
 std::string_view type_name(const std::vector<std::string>&) {
+  return "list";
+}
+std::string_view type_name(const GradientCheckpointing&) {
   return "list";
 }
 std::string_view type_name(const NodePtr&) {
@@ -217,6 +239,8 @@ bool KeySpec::optional() const {
 
 std::string KeySpec::type() const {
   if (name == "lr_scheduler_kwargs" || name == "fsdp_config" || name == "fp8") return "map";
+  if (name == "gradient_checkpointing")
+    return "boolean, or a map with parts, a list of " + choices_text(choices);
   const TrainingArguments defaults;
   std::string text(std::visit([&](auto pointer) { return type_name(defaults.*pointer); }, member));
   if (!choices.empty()) text = (text == "list" ? "list of " : "") + choices_text(choices);
@@ -265,6 +289,7 @@ Node node_from_text(const KeySpec& key, const std::string& text, const SourceLoc
     return std::holds_alternative<Of<Type>>(key.member) ||
            std::holds_alternative<Of<std::optional<Type>>>(key.member);
   };
+  const bool checkpoints = std::holds_alternative<Of<GradientCheckpointing>>(key.member);
   Node node = text_node(text);
   node.location = location;
   if (key.optional() && (text == "none" || text == "null")) {
@@ -283,8 +308,11 @@ Node node_from_text(const KeySpec& key, const std::string& text, const SourceLoc
       node.items.push_back(std::move(item));
       start = end + 1;
     }
-  } else if (std::holds_alternative<Of<NodePtr>>(key.member) && text.rfind('{', 0) == 0) {
+  } else if ((std::holds_alternative<Of<NodePtr>>(key.member) || checkpoints) &&
+             text.starts_with('{')) {
     node = parse_yaml(text, location.text());
+  } else if (checkpoints) {
+    node = plain_scalar(text == "1" ? "true" : text == "0" ? "false" : text, location);
   }
   return node;
 }

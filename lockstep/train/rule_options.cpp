@@ -80,7 +80,9 @@ RuleOptions by_keys(const TrainingArguments& a) {
 }  // namespace
 
 optim::AdamWOptions adamw_options(const TrainingArguments& arguments) {
-  return adam<optim::AdamWOptions>(arguments);
+  auto options = adam<optim::AdamWOptions>(arguments);
+  options.bf16_state = arguments.optim_state_dtype == "bfloat16";
+  return options;
 }
 
 RuleOptions rule_options(const TrainingArguments& arguments) {
@@ -103,7 +105,7 @@ std::uint64_t state_bytes(const TrainingArguments& arguments,
     const auto specs = std::visit([&](const auto& options) { return options.state(tensor.shape); },
                                   matrix ? rule : rest);
     for (const optim::StateSpec& spec : specs)
-      bytes += sizeof(float) * static_cast<std::uint64_t>(spec.numel());
+      bytes += (spec.bfloat16 ? 2 : sizeof(float)) * static_cast<std::uint64_t>(spec.numel());
   }
   return bytes;
 }

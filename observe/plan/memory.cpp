@@ -101,7 +101,9 @@ Copies copies_of(const Model& model, const Parameters& p, std::int64_t layers,
     copies.all -= divided(static_cast<std::uint64_t>(layers * p.block_matrices), o.stages);
   // A checkpointed block frees its copies at once; those of the head stay until backward.
   const std::uint64_t head = std::min(copies.all, copied(model.lora ? 0 : p.head));
-  copies.at_loss = o.checkpointing ? head : copies.all;
+  const double again = share_again(model, o.checkpointing, o.again);
+  copies.at_loss =
+      head + static_cast<std::uint64_t>(static_cast<double>(copies.all - head) * (1 - again));
   if (divides(o) && o.checkpointing) copies.all = head + copied(p.block);
   return copies;
 }
@@ -125,7 +127,8 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
   const std::uint64_t saved = divided(a.saved, o.stages);
   // One matrix in 4 bits at a time is decoded for its product.
   const auto decoded = static_cast<std::uint64_t>(p.in_4_bits > 0 ? p.largest_matrix : 0);
-  const std::uint64_t block = (o.checkpointing ? a.one_block : 0) + (o.half ? 2 : 4) * decoded;
+  const std::uint64_t block =
+      (o.checkpointing ? a.one_block : a.segment) + (o.half ? 2 : 4) * decoded;
   const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
   const Memory base = resident(p, o);

@@ -184,6 +184,14 @@ struct BlockBytes {
   std::int64_t saved = 0;
   std::int64_t working = 0;  // in backward
   std::int64_t stream = 0;   // the residual stream: what a checkpointed block saves
+  std::int64_t segment = 0;  // of the larger part that is checkpointed, while it runs again
+
+  // A checkpointed part saves none of its own bytes.
+  void leave_out(bool checkpointed, std::int64_t own) {
+    if (!checkpointed) return;
+    saved -= own;
+    segment = std::max(segment, own);
+  }
 };
 
 // A rank's part of the activations between layers; the longest part counts.
@@ -291,30 +299,45 @@ std::int64_t norms_after(const BlockSpec& b) {
 
 // Every layer's input is saved, trained or not, and a norm's input and output are of the half type.
 BlockBytes fused_block_bytes(const Model& model, const DecoderSpec& spec, const Trained& trained,
-                             std::int64_t h, bool fp8) {
+                             std::int64_t h, const MemoryOptions& options) {
   const BlockSpec& b = spec.block;
+  const models::BlockParts& again = options.again;
   const BlockSizes s(b, spec.rotary.has_value());
   BlockBytes bytes{.stream = between_layers(model, h * s.width)};
   const std::int64_t masks = b.dropout > 0 ? 2 * s.width : 0;
   bytes.saved =
       between_layers(model, (2 + norms_after(b)) * (2 * h * s.width + s.statistics) + masks);
-  bytes.saved += h * (s.attended + s.normed_heads);
-  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, model.length, h);
-  bytes.saved += mlp_bytes(b.mlp, h, /*inputs=*/true);
+  std::int64_t attention = h * (s.attended + s.normed_heads) + h * s.queries +
+                           4 * b.attention.heads + score_bytes(b, model.length, h);
+  std::int64_t mlp = mlp_bytes(b.mlp, h, /*inputs=*/true);
   each_projection(b, h, false, [&](const std::string& layer, std::int64_t in, bool) {
-    bytes.saved += adapter_bytes(trained, layer, in, h);
+    (layer.starts_with(b.mlp.name + ".") ? mlp : attention) += adapter_bytes(trained, layer, in, h);
   });
   // Inputs of products take a byte instead of two; attention keeps its result beside that. Norms of
   // parts of a sequence keep these, beside the bytes of the whole.
   const std::int64_t inputs = model.sequence_parts() > 1 ? -2 * s.width : 2 * s.width;
-  if (fp8 && !trained.adapters() && !b.mlp.experts)
-    bytes.saved -= inputs + b.mlp.out.in - s.queries;
+  const bool eight = options.fp8 && !trained.adapters() && !b.mlp.experts;
+  if (eight) {
+    bytes.saved -= inputs;
+    attention += s.queries;
+    mlp -= b.mlp.out.in;
+  }
+  if (again.swiglu) mlp -= (eight ? 1 : h) * b.mlp.out.in;
+  bytes.saved += attention + mlp;
+  bytes.leave_out(again.attention, attention);
+  bytes.leave_out(again.mlp, mlp);
+  for (int i = 0; i < (b.mlp.experts ? 1 : 2) && model.sequence_parts() == 1; ++i) {
+    const bool segment = i == 0 ? again.attention : again.mlp;
+    const std::int64_t normed = eight && !segment ? s.width : h * s.width;
+    if (eight && segment) bytes.saved += s.width;  // what it reads, in 16 bits
+    if (again.norm) bytes.saved -= normed;
+  }
   bytes.working = 3 * h * s.width + mlp_working(b.mlp, h, b.mlp.gated() ? 3 : 1);
   return bytes;
 }
 
 BlockBytes block_bytes(const Model& model, const DecoderSpec& spec, const Trained& trained,
-                       std::int64_t h) {
+                       std::int64_t h, const models::BlockParts& again) {
   const BlockSpec& b = spec.block;
   const BlockSizes s(b, spec.rotary.has_value());
   const bool divided = model.sequence_parts() > 1;
@@ -326,14 +349,18 @@ BlockBytes block_bytes(const Model& model, const DecoderSpec& spec, const Traine
   if (b.dropout > 0) between += 2 * s.width;  // masks
   if (divided) between += 2 * h * s.width;    // what attention and perceptron gather again
   bytes.saved = between_layers(model, between);
-  bytes.saved += (4 + (multiplied ? h : 0)) * s.normed_heads;
-  bytes.saved += h * s.attended;
   // The result, and logarithms of the softmax's sums.
-  bytes.saved += h * s.queries + 4 * b.attention.heads + score_bytes(b, model.length, h);
-  bytes.saved += mlp_bytes(b.mlp, h, /*inputs=*/false);
+  std::int64_t attention = (4 + (multiplied ? h : 0)) * s.normed_heads + h * s.attended +
+                           h * s.queries + 4 * b.attention.heads + score_bytes(b, model.length, h);
+  std::int64_t mlp = mlp_bytes(b.mlp, h, /*inputs=*/false);
   each_projection(b, h, divided, [&](const std::string& layer, std::int64_t in, bool shared) {
-    bytes.saved += input_bytes(trained, layer, in, h, shared);
+    (layer.starts_with(b.mlp.name + ".") ? mlp : attention) +=
+        input_bytes(trained, layer, in, h, shared);
   });
+  bytes.saved += attention + mlp;
+  bytes.leave_out(again.attention, attention);
+  bytes.leave_out(again.mlp, mlp);
+  bytes.saved += (again.attention + again.mlp) * 4 * s.width;  // what they read
   // The two halves of a packed projection's gradient are made apart, then joined.
   bytes.working = 4 * s.width + h * s.width + mlp_working(b.mlp, h, s.packed_gate ? 3 : 2);
   return bytes;
@@ -386,13 +413,14 @@ Activations language_activations(const Model& model, const MemoryOptions& option
   const CausalLmConfig& lm = *model.causal_lm();
   const std::int64_t h = options.half ? 2 : 4;
   const DecoderSpec spec = model.spec();
-  const BlockBytes block = options.fused ? fused_block_bytes(model, spec, trained, h, options.fp8)
-                                         : block_bytes(model, spec, trained, h);
+  const BlockBytes block = options.fused ? fused_block_bytes(model, spec, trained, h, options)
+                                         : block_bytes(model, spec, trained, h, options.again);
   const std::int64_t tokens = options.batch * model.length;
   const std::int64_t embedding =  // a mask
       spec.embedding_dropout > 0 ? between_layers(model, spec.width) : 0;
   Activations all;
   all.one_block = bytes_of(tokens * block.saved);
+  all.segment = bytes_of(tokens * block.segment);
   all.working = bytes_of(tokens * block.working);
   all.saved = bytes_of(
       tokens * (lm.layers() * (options.checkpointing ? block.stream : block.saved) + embedding));
@@ -630,6 +658,25 @@ double forward_flops_per_token(const Model& model) {
     seen += window > 0 ? std::min(window, model.length) : model.length;
   const std::int64_t width = model.spec().block.attention.queries();
   return products + 4.0 * static_cast<double>(width) * static_cast<double>(seen);
+}
+
+double share_again(const Model& model, bool checkpointing, const models::BlockParts& again) {
+  if (checkpointing) return 1;
+  if (model.causal_lm() == nullptr || !(again.mlp || again.attention)) return 0;
+  const DecoderSpec spec = model.spec();
+  const auto products = [](const std::vector<Projection>& in, const Projection& out) {
+    std::int64_t count = out.in * out.out();
+    for (const Projection& one : in) count += one.in * one.out();
+    return 2 * count;
+  };
+  const models::AttentionSpec& attention = spec.block.attention;
+  const std::int64_t operations =
+      (again.mlp ? products(spec.block.mlp.in, spec.block.mlp.out) : 0) +
+      (again.attention
+           ? products(attention.in, attention.out) + 4 * attention.queries() * model.length
+           : 0);
+  return std::min(1.0,
+                  static_cast<double>(spec.layers() * operations) / forward_flops_per_token(model));
 }
 
 double flops_per_token(const Model& model) {

@@ -107,11 +107,15 @@ SharedGradients shared_gradients(const Model& model);
 double flops_per_token(const Model& model);
 double forward_flops_per_token(const Model& model);
 
+// The share of a block's forward operations that backward computes a second time.
+double share_again(const Model& model, bool checkpointing, const models::BlockParts& again);
+
 struct MemoryOptions {
   std::int64_t batch = 8;  // samples of the micro-batch
   std::int64_t accumulation = 1;
   bool half = false;           // autocast to bfloat16 or float16
   bool checkpointing = false;  // gradient checkpointing: blocks run a second time in backward
+  models::BlockParts again{};  // or parts of them
   // Language models as computed on a GPU by default (docs/optimisation.md): the residual stream is
   // in the half type, and the loss is computed in chunks of rows, so that the logits never exist as
   // a whole.
@@ -137,7 +141,8 @@ struct MemoryOptions {
 struct Activations {
   std::uint64_t saved = 0;          // of all blocks and the head from forward to backward
   std::uint64_t head_saved = 0;     // the head's part of it
-  std::uint64_t one_block = 0;      // what a checkpointed block saves while it runs again
+  std::uint64_t one_block = 0;      // of a block, while it runs again where it is checkpointed
+  std::uint64_t segment = 0;        // of a checkpointed part of a block, while that runs again
   std::uint64_t working = 0;        // temporaries of a block's backward
   std::uint64_t head_forward = 0;   // logits, and temporaries of the loss
   std::uint64_t head_backward = 0;  // peak of the head's backward

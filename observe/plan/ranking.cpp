@@ -135,6 +135,7 @@ std::vector<Training> computations(const Training& training, const Machine& mach
       Training one = all.front();
       if (half) one.half = one.bf16 = true;
       if (other) one.checkpointing = !one.checkpointing;
+      if (one.checkpointing) one.again = {};
       all.push_back(std::move(one));
     }
   }

@@ -68,6 +68,7 @@ struct Training {
   bool bf16 = false;  // the half type is bfloat16, not float16
   bool tf32 = false;
   bool checkpointing = false;
+  models::BlockParts again{};      // parts of blocks, where it is not on for whole ones
   bool unfused = false;            // a language model of ATen's operations alone
   bool captured = false;           // compile_model: a step is one CUDA graph
   bool sharded_optimizer = false;  // shard_optimizer: true; unset, training shards where it helps

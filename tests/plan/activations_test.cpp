@@ -85,6 +85,7 @@ struct Case {
   bool half = false;
   bool checkpointing = false;
   bool fused = false;
+  models::BlockParts again{};
 };
 
 // Dropout is not among them: its mask is a float on CPUs and a byte on GPUs.
@@ -144,10 +145,7 @@ class Activation : public ::testing::TestWithParam<Case> {
       models::add_lora(*net_, *c.model.lora);
       if (c.half) models::convert_frozen_weights(*net_, at::kBFloat16);
     }
-    if (c.checkpointing)
-      net_->run_blocks_with([](models::Block block, std::vector<at::Tensor> inputs) {
-        return lockstep::checkpoint(std::move(block), std::move(inputs));
-      });
+    if (c.checkpointing || c.again.any()) net_->run_blocks_with(lockstep::checkpoint, c.again);
     net_->train();
     ids_ = torch::randint(0, 256, {kBatch, c.model.length}, at::kLong);
     const optim::Autocast autocast(at::kCPU, c.half ? at::kBFloat16 : at::kFloat);
@@ -189,19 +187,25 @@ TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
   const Parameters p = parameters_of(c.model);
   const std::uint64_t tokens = static_cast<std::uint64_t>(kBatch * c.model.length);
   const auto width = static_cast<std::uint64_t>(p.head / c.model.causal_lm()->vocab_size());
-  const MemoryOptions options{
-      .batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .fused = c.fused};
+  const MemoryOptions options{.batch = kBatch,
+                              .half = c.half,
+                              .checkpointing = c.checkpointing,
+                              .again = c.again,
+                              .fused = c.fused};
+  // Of whole blocks, or of all that is in them.
+  const bool segments = c.again.mlp && c.again.attention, frees = c.checkpointing || segments;
   std::uint64_t planned = activations_of(c.model, options).saved;
   if (c.fused) {
     // On CPUs rotated queries have their heads first, so attention's result is copied for the layer
     // after it.
     const std::uint64_t element = c.half ? 2 : 4;
     const bool copied = c.model.causal_lm()->spec().rotary.has_value();
-    if (copied) planned += 3 * tokens * element * width;
-    if (c.checkpointing) planned += 3 * 5056;  // the generator's state, for each block
+    if (copied && !frees) planned += 3 * tokens * element * width;
+    // The generator's state, for each block or part.
+    if (frees) planned += (segments ? 2 : 1) * 3 * 5056;
     // Float weights are converted for the pass, and are copies of the plan's, not activations.
     if (c.model.lora) planned += element * static_cast<std::uint64_t>(p.trainable);
-    if (!c.model.lora && c.half && !c.checkpointing) planned += 2 * weights_of_blocks();
+    if (!c.model.lora && c.half && !frees) planned += 2 * weights_of_blocks();
     EXPECT_NEAR(static_cast<double>(measured), static_cast<double>(planned), 0.03 * measured)
         << "planned/measured " << static_cast<double>(planned) / static_cast<double>(measured);
     return;
@@ -209,7 +213,8 @@ TEST_P(Activation, SavedByTheBlocksIsAsPlanned) {
   // The head's input is still in float, and not yet copied; weights of the blocks have copies.
   if (!c.model.lora) planned -= tokens * (c.half ? 2 : 4) * width;
   planned += tokens * 4 * width;
-  if (c.half && !c.checkpointing)
+  if (segments) planned += 2 * 3 * 5056;
+  if (c.half && !frees)
     planned += 2 * static_cast<std::uint64_t>(p.trainable_matrices - (c.model.lora ? 0 : p.head));
   EXPECT_NEAR(static_cast<double>(measured), static_cast<double>(planned), 0.03 * measured)
       << "planned/measured " << static_cast<double>(planned) / static_cast<double>(measured);
@@ -223,12 +228,18 @@ TEST_P(Activation, PeakOfAStepIsAsPlanned) {
   Counting::instance().reset_peak();
   step();
   const auto measured = static_cast<double>(Counting::instance().peak() - before);
-  const Memory memory = memory_of(
-      c.model,
-      {.batch = kBatch, .half = c.half, .checkpointing = c.checkpointing, .state_bytes = 0});
+  const Memory memory = memory_of(c.model, {.batch = kBatch,
+                                            .half = c.half,
+                                            .checkpointing = c.checkpointing,
+                                            .again = c.again,
+                                            .state_bytes = 0});
   const auto planned = static_cast<double>(memory.allocated() - memory.parameters);
   EXPECT_NEAR(measured, planned, 0.1 * measured) << "planned/measured " << planned / measured;
 }
+
+constexpr models::BlockParts kSegments{.mlp = true, .attention = true};
+constexpr models::BlockParts kSmall{.swiglu = true, .norm = true};
+constexpr models::BlockParts kAll{true, true, true, true};
 
 INSTANTIATE_TEST_SUITE_P(
     Models, Activation,
@@ -251,7 +262,16 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"gpt_fused_checkpointed", gpt(256), true, true, true},
         Case{"llama_fused_half", llama(false, false), true, false, true},
         Case{"phi3_fused_half", llama(true, false), true, false, true},
-        Case{"phi3_lora_fused_half", llama(true, true), true, false, true}),
+        Case{"phi3_lora_fused_half", llama(true, true), true, false, true},
+        Case{"gpt_segments", gpt(256), false, false, false, kSegments},
+        Case{"gpt_half_segments", gpt(256), true, false, false, kSegments},
+        Case{"gpt_fused_half_segments", gpt(256), true, false, true, kSegments},
+        Case{"llama_half_segments", llama(false, false), true, false, false, kSegments},
+        Case{"llama_fused_half_segments", llama(false, false), true, false, true, kSegments},
+        Case{"llama_fused_half_all", llama(false, false), true, false, true, kAll},
+        Case{"llama_fused_half_swiglu_norm", llama(false, false), true, false, true, kSmall},
+        Case{"phi3_fused_half_swiglu_norm", llama(true, false), true, false, true, kSmall},
+        Case{"phi3_lora_fused_half_swiglu_norm", llama(true, true), true, false, true, kSmall}),
     [](const auto& one) { return std::string(one.param.name); });
 
 // ---------------------------------------------------------------- tensor parallel ranks

@@ -9,6 +9,7 @@
 // Between the second and the third, ranks may agree to leave the step out.
 //
 // The tensors are cut into chunks; a block takes one chunk. Every sum has a fixed order.
+#include "lockstep/kernels/adamw_element.h"
 #include "lockstep/kernels/cuda/launch.h"
 #include "lockstep/kernels/cuda/vector.cuh"
 
@@ -17,6 +18,45 @@ namespace {
 
 constexpr int kThreads = 512;
 
+// Four elements in one access.
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T of[4];
+};
+
+// Calls body(P{}, S{}) with the types of a tensor's parameter and state.
+template <typename Body>
+__device__ __forceinline__ void with_types(const AdamTensor& tensor, const Body& body) {
+  if (tensor.bf16_param != 0) {
+    tensor.bf16_state != 0 ? body(Bf16{}, Bf16{}) : body(Bf16{}, float{});
+  } else {
+    tensor.bf16_state != 0 ? body(float{}, Bf16{}) : body(float{}, float{});
+  }
+}
+
+__device__ __forceinline__ float square(float x) {
+  return x * x;
+}
+
+template <typename P>
+__device__ __forceinline__ float squares_of(const AdamTensor& tensor, std::int64_t first,
+                                            std::int64_t end) {
+  const std::int64_t vectors_end = tensor.aligned ? end / 4 : first / 4;
+  const auto* const grads = static_cast<const P*>(tensor.grad);
+  const auto* const vectors = static_cast<const Four<P>*>(tensor.grad);
+  float sum = 0;
+#pragma unroll 8
+  for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
+    const Four<P> g = vectors[i];
+    sum += square(detail::widened(g.of[0])) + square(detail::widened(g.of[1])) +
+           square(detail::widened(g.of[2])) + square(detail::widened(g.of[3]));
+  }
+  for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
+    sum += square(detail::widened(grads[i]));
+  }
+  return sum;
+}
+
 __global__ void __launch_bounds__(kThreads)
     grad_norm_kernel(const AdamTensor* tensors, const AdamChunk* chunks, float* partials) {
   __shared__ float sums[kThreads / kWarpSize];
@@ -24,17 +64,8 @@ __global__ void __launch_bounds__(kThreads)
   const AdamTensor tensor = tensors[chunk.tensor];
   const std::int64_t first = chunk.first * kAdamChunk;
   const std::int64_t end = min(tensor.size, first + kAdamChunk);
-  const std::int64_t vectors_end = tensor.aligned ? end / 4 : first / 4;
-  const auto* const vectors = reinterpret_cast<const float4*>(tensor.grad);
-  float sum = 0;
-#pragma unroll 8
-  for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
-    const float4 g = vectors[i];
-    sum += g.x * g.x + g.y * g.y + g.z * g.z + g.w * g.w;
-  }
-  for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
-    sum += tensor.grad[i] * tensor.grad[i];
-  }
+  float sum = tensor.bf16_param != 0 ? squares_of<Bf16>(tensor, first, end)
+                                     : squares_of<float>(tensor, first, end);
   sum = warp_sum(sum);
   if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
   __syncthreads();
@@ -72,56 +103,47 @@ __device__ __forceinline__ bool skips(const AdamStep& args) {
 __global__ void factors_kernel(AdamStep args) {
   if (skips(args)) return;
   for (int i = threadIdx.x; i < args.tensor_count; i += 1024) {
-    const AdamGroup group = args.groups[args.tensors[i].group];
-    const float step = *args.tensors[i].step += 1;
-    args.factors[i] = {
-        static_cast<float>(group.lr / (1 - pow(static_cast<double>(group.beta1), step))),
-        static_cast<float>(1 / sqrt(1 - pow(static_cast<double>(group.beta2), step))),
-        1 - group.lr * group.weight_decay};
+    const AdamTensor& tensor = args.tensors[i];
+    args.factors[i] = adam_factors(args.groups[tensor.group], *tensor.step += 1, tensor.parameter);
   }
 }
 
-struct Element {
-  AdamGroup group;
-  AdamFactors factors;
-  float clip;
-
-  __device__ __forceinline__ void operator()(float& param, float grad, float& m, float& v) const {
-    grad *= clip;
-    m = fmaf(1 - group.beta1, grad - m, m);
-    v = fmaf(group.beta2, v, (1 - group.beta2) * grad * grad);
-    const float denominator = sqrtf(v) * factors.root_correction2 + group.eps;
-    param = param * factors.decay - factors.step_size * m / denominator;
+template <typename P, typename S>
+__device__ __forceinline__ void update_chunk(const AdamTensor& tensor, const AdamElement& how,
+                                             std::int64_t first, std::int64_t end) {
+  const std::int64_t vectors_end = tensor.aligned ? end / 4 : first / 4;
+  auto* const params = static_cast<P*>(tensor.param);
+  const auto* const grads = static_cast<const P*>(tensor.grad);
+  auto* const averages = static_cast<S*>(tensor.exp_avg);
+  auto* const squares = static_cast<S*>(tensor.exp_avg_sq);
+#pragma unroll 2
+  for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
+    Four<P> p = reinterpret_cast<Four<P>*>(params)[i];
+    Four<S> m = reinterpret_cast<Four<S>*>(averages)[i];
+    Four<S> v = reinterpret_cast<Four<S>*>(squares)[i];
+    const Four<P> g = reinterpret_cast<const Four<P>*>(grads)[i];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      adam_element(how, p.of[k], g.of[k], m.of[k], v.of[k], tensor.begin + 4 * i + k);
+    reinterpret_cast<Four<P>*>(params)[i] = p;
+    reinterpret_cast<Four<S>*>(averages)[i] = m;
+    reinterpret_cast<Four<S>*>(squares)[i] = v;
   }
-};
+  for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
+    adam_element(how, params[i], grads[i], averages[i], squares[i], tensor.begin + i);
+  }
+}
 
 __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamStep args) {
   if (skips(args)) return;
   const AdamChunk chunk = args.chunks[blockIdx.x];
   const AdamTensor tensor = args.tensors[chunk.tensor];
-  const Element update{args.groups[tensor.group], args.factors[chunk.tensor], *args.clip};
+  const AdamElement how{args.groups[tensor.group], args.factors[chunk.tensor], *args.clip};
   const std::int64_t first = chunk.first * kAdamChunk;
   const std::int64_t end = min(tensor.size, first + kAdamChunk);
-  const std::int64_t vectors_end = tensor.aligned ? end / 4 : first / 4;
-  auto* const params = reinterpret_cast<float4*>(tensor.param);
-  auto* const averages = reinterpret_cast<float4*>(tensor.exp_avg);
-  auto* const squares = reinterpret_cast<float4*>(tensor.exp_avg_sq);
-  const auto* const grads = reinterpret_cast<const float4*>(tensor.grad);
-#pragma unroll 2
-  for (std::int64_t i = first / 4 + threadIdx.x; i < vectors_end; i += kThreads) {
-    float4 p = params[i], m = averages[i], v = squares[i];
-    const float4 g = grads[i];
-    update(p.x, g.x, m.x, v.x);
-    update(p.y, g.y, m.y, v.y);
-    update(p.z, g.z, m.z, v.z);
-    update(p.w, g.w, m.w, v.w);
-    params[i] = p;
-    averages[i] = m;
-    squares[i] = v;
-  }
-  for (std::int64_t i = 4 * vectors_end + threadIdx.x; i < end; i += kThreads) {
-    update(tensor.param[i], tensor.grad[i], tensor.exp_avg[i], tensor.exp_avg_sq[i]);
-  }
+  with_types(tensor, [&](auto p, auto s) {
+    update_chunk<decltype(p), decltype(s)>(tensor, how, first, end);
+  });
 }
 
 }  // namespace

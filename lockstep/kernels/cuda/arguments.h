@@ -147,16 +147,19 @@ struct Nf4Decode {
   Type type;
 };
 
-// One AdamW step over many float tensors in one pass, after the norm of their gradients.
+// One AdamW step over many tensors in one pass, after the norm of their gradients.
 struct AdamTensor {
-  float* param;
-  const float* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
   float* step;  // this parameter's step number
   std::int64_t size;
+  std::int64_t begin;       // of these elements in the parameter
+  std::uint32_t parameter;  // identifies it, for stochastic rounding
   std::int32_t group;
-  std::int32_t aligned;  // 1: every pointer is a multiple of 16
+  // 1 or 0. aligned: every pointer is a multiple of 16; the others: bfloat16 and not float.
+  std::int32_t aligned, bf16_param, bf16_state;
 };
 struct AdamGroup {
   float lr, beta1, beta2, eps, weight_decay;
@@ -168,6 +171,7 @@ struct AdamChunk {
 constexpr std::int64_t kAdamChunk = 16384;
 struct AdamFactors {
   float step_size, root_correction2, decay;
+  std::uint64_t key;  // of the step's random bits
 };
 struct AdamStep {  // all pointers are device pointers
   const AdamTensor* tensors;
