@@ -87,12 +87,11 @@ class Step(Case):
             with self.subTest(extra):
                 result, rows, document = self.passes(*STEP, *extra)
                 self.assertIn("verified: fused (bit for bit)", result.stderr)
-                self.assertIn("verified: state (within rounding)", result.stderr)
                 self.assertIn("verified: replicated (bit for bit)", result.stderr)
                 self.assertIn(f"verified: gloo ({exact})", result.stderr)
                 self.assertEqual(list(rows[0])[1:], ["rounds", "min ms", "p50 ms", "p99 ms",
                                                      "max ms", "times fused", "p25", "p75"])
-                keys = ["alone", "fused", "gloo", "replicated", "state"]
+                keys = ["alone", "fused", "gloo", "replicated"]
                 limits = [] if extra else ["arithmetic", "memory"]
                 self.assertEqual(len(rows), len(keys + limits))
                 self.assertEqual(rows[0]["times fused"], "1.000")
@@ -113,7 +112,7 @@ class Step(Case):
         self.assertIn("verified: gloo (within rounding)", result.stderr)
 
     def test_refuses_a_wrong_contender(self):
-        cases = [("fused",), ("state",), ("replicated",), ("gloo",), ("alone",), ("gloo", "--clip")]
+        cases = [("fused",), ("replicated",), ("gloo",), ("alone",), ("gloo", "--clip")]
         for contender, *extra in cases:
             with self.subTest(contender, extra=extra):
                 result = self.fails(1, f"{contender} is wrong: ", *STEP, *extra, "--corrupt",

@@ -21,8 +21,7 @@
 #include "lockstep/nn/fp8.h"
 #include "lockstep/optim/amp.h"
 #include "lockstep/optim/determinism.h"
-#include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/run.h"
 #include "lockstep/train/captured_step.h"
 #include "lockstep/train/checkpoint.h"
@@ -245,7 +244,7 @@ class ModelStep {
   World world_;
   c10::Device device_;
   Net net_;
-  std::optional<DistributedDataParallel<std::shared_ptr<torch::nn::Module>>> wrapped_;
+  std::shared_ptr<Parallelism> parallelism_;  // null: one rank without any
   std::unique_ptr<optim::Optimizer> optimizer_;
   std::unique_ptr<CapturedStep> captured_;
 };
@@ -258,11 +257,8 @@ ModelStep::ModelStep(const ModelSettings& settings, World world)
   const optim::AdamWOptions options{
       .lr = settings.lr, .betas = {kBeta1, kBeta2}, .weight_decay = kWeightDecay};
   if (settings.ddp) {
-    wrapped_.emplace(net_.module, world_);
-    if (settings.sharded)
-      optimizer_ = std::make_unique<ShardedOptimizer>(*wrapped_, options);
-    else
-      optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(*wrapped_, options);
+    parallelism_ = parallelize(*net_.module, world_, {.shard_optimizer = settings.sharded});
+    optimizer_ = parallelism_->make_optimizer({{net_.module->parameters(), options}});
   } else {
     optimizer_ = std::make_unique<optim::ReplicatedOptimizer>(
         optim::NamedParameters(net_.module->named_parameters().pairs()), options);
@@ -283,13 +279,16 @@ at::Tensor ModelStep::step(const ModelBatch& batch) {
 
 at::Tensor ModelStep::eager_step(const ModelBatch& batch) {
   at::Tensor loss;
+  if (parallelism_) parallelism_->before_forward();
   {
     const optim::Autocast autocast(device_, type_of(settings_));
     const nn::Fp8Autocast fp8(net_.fp8);
     loss = net_.loss(batch);
   }
-  if (wrapped_) loss = wrapped_->reducer().watch(loss);
-  loss.backward();
+  if (parallelism_)
+    parallelism_->backward(parallelism_->watch(loss), /*last=*/true);
+  else
+    loss.backward();
   optimizer_->step({.max_grad_norm = settings_.clip ? kMaxGradNorm : 0});
   optimizer_->zero_grad();
   if (settings_.barrier) world_.barrier();

@@ -34,8 +34,8 @@ struct ModelSettings {
   std::int64_t n_layer = 0, n_head = 0, n_embd = 0;  // without a file
   std::int64_t accumulation = 1;                     // batches per timed step, for peers
   bool ddp = true;
-  // For ours with several ranks: a ShardedOptimizer; ranks without any communication, or only with
-  // a barrier after each step; and the memory cache of run(), if they do not call it.
+  // For ours with several ranks: the optimizer's state divided; ranks without any communication, or
+  // only with a barrier after each step; and the memory cache of run(), if they do not call it.
   bool sharded = false, alone = false, barrier = false, cached = false;
   bool clip = true;
   int threads = 0;  // 0: LibTorch's default

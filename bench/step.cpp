@@ -16,9 +16,7 @@
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
 #include "lockstep/optim/algorithms.h"
-#include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/fully_shard.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/run.h"
 
 namespace lockstep::bench {
@@ -32,8 +30,7 @@ struct Tail {
   const char* key;        // in options and files
   const char* long_name;  // in tables
 };
-constexpr Tail kFused{"fused", "ShardedOptimizer on shm"};
-constexpr Tail kState{"state", "FullyShard with Shard::kState on shm"};
+constexpr Tail kFused{"fused", "FullyShard with Shard::kState on shm"};
 constexpr Tail kReplicated{"replicated", "shm zero-copy all-reduce + AdamW"};
 constexpr Tail kGloo{"gloo", "gloo all-reduce + ATen's fused AdamW"};
 constexpr Tail kAlone{"alone", "ATen's fused AdamW alone, no communication"};
@@ -93,7 +90,7 @@ void each_memory(const Tensors& tensors, const Body& body) {
   std::int64_t first = 0;
   for (const auto& tensor : tensors) {
     body(static_cast<float*>(tensor.data_ptr()), tensor.numel(), first);
-    tensor.unsafeGetTensorImpl()->bump_version();  // ShardedOptimizer refuses what hides a write
+    tensor.unsafeGetTensorImpl()->bump_version();  // FullyShard refuses what hides a write
     first += tensor.numel();
   }
 }
@@ -224,28 +221,10 @@ struct AtenReplica {
   int steps = 0;
 };
 
-// One model under a ShardedOptimizer; backward has already filled its gradients.
+// One model under a FullyShard that divides the state alone; backward has already filled its
+// gradients.
 struct Sharded {
-  Sharded(World world, const StepSettings& settings) : params(make_parameters(settings.params)) {
-    write_parameters(params);
-    std::vector<NamedTensor> named;
-    for (std::size_t i = 0; i < params.size(); ++i)
-      named.push_back({fmt::format("p{}", i), params[i]});
-    reducer = std::make_shared<Reducer>(named, std::vector<NamedTensor>{}, std::move(world));
-    optimizer = std::make_unique<ShardedOptimizer>(
-        reducer, std::vector<optim::ParamGroup>{{params, kOptions}});
-    at::Tensor loss = at::zeros({});
-    for (const auto& param : params) loss = loss + param.sum();
-    loss.backward();
-  }
-  Tensors params;
-  std::shared_ptr<Reducer> reducer;
-  std::unique_ptr<ShardedOptimizer> optimizer;
-};
-
-// The same under a FullyShard that divides the state alone.
-struct StateSharded {
-  StateSharded(World world, const StepSettings& settings)
+  Sharded(World world, const StepSettings& settings)
       : net(settings.params),
         model(net, Mesh(std::move(world), {{"shard", -1}}), {.shard = Shard::kState}),
         optimizer(model.make_optimizer({{net.params, kOptions}})) {
@@ -269,7 +248,6 @@ struct StateSharded {
 
 std::vector<StepContender> make_contenders(World& shm, const StepSettings& settings) {
   auto sharded = std::make_shared<Sharded>(shm, settings);
-  auto state = std::make_shared<StateSharded>(shm, settings);
   auto replica = std::make_shared<Replica>(settings.params);
   const auto gradients_of = [](const Tensors& params) {
     Tensors gradients;
@@ -284,12 +262,10 @@ std::vector<StepContender> make_contenders(World& shm, const StepSettings& setti
   World gloo = World::from_env({.backend = "gloo"});
   const bool clip = settings.clip;
   const auto fused = [sharded, clip] {
-    return sharded->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
-  };
-  const auto state_sharded = [state, clip] {
     // They were written past their versions, and are not what the step before has clipped.
-    for (const auto& param : state->net.params) param.grad().unsafeGetTensorImpl()->bump_version();
-    return state->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
+    for (const auto& param : sharded->net.params)
+      param.grad().unsafeGetTensorImpl()->bump_version();
+    return sharded->optimizer->step({.max_grad_norm = clip ? kMaxNorm : 0}).norm();
   };
   const auto replicated = [shm, shared, replica, clip]() mutable {
     average(shm, shared.flats);
@@ -311,11 +287,7 @@ std::vector<StepContender> make_contenders(World& shm, const StepSettings& setti
   const bool gloo_exact = shm.size() == 2 && !clip;
   const auto reset = [replica] { replica->reset(); };
   const auto reset_peer = [peer] { peer->reset(); };
-  // Its norm adds up the squares of rows, and its kernels round the last elements of rows as those
-  // of a tensor.
-  return {{kFused.key, sharded->params, gradients_of(sharded->params), fused, [] {}},
-          {kState.key, state->net.params, gradients_of(state->net.params), state_sharded, [] {},
-           /*exact=*/false},
+  return {{kFused.key, sharded->net.params, gradients_of(sharded->net.params), fused, [] {}},
           {kReplicated.key, replica->params, shared.grads, replicated, reset},
           {kGloo.key, peer->params, own.grads, over_gloo, reset_peer, gloo_exact},
           {kAlone.key, peer->params, own.grads, alone, reset_peer, !clip}};
@@ -482,7 +454,7 @@ std::int64_t parse_count(const std::string& text) {
 
 std::vector<StepSide> measure(const StepSettings& settings, const Turns& turns) {
   std::vector<StepSide> sides;
-  for (const Tail& tail : {kFused, kState, kReplicated, kGloo, kAlone, kMemory, kArithmetic})
+  for (const Tail& tail : {kFused, kReplicated, kGloo, kAlone, kMemory, kArithmetic})
     if (!settings.clip || !std::string(tail.long_name).starts_with("limit"))
       sides.push_back({tail.key, tail.long_name});
   RankProcesses ranks(
@@ -512,7 +484,7 @@ int step_main(int argc, char** argv) {
   options.positive("--seconds", turns.seconds, "begin no further round after this");
   options.text("--corrupt", settings.corrupt,
                "give this contender a wrong gradient, to see that it is refused",
-               {kFused.key, kState.key, kReplicated.key, kGloo.key, kAlone.key});
+               {kFused.key, kReplicated.key, kGloo.key, kAlone.key});
   if (const auto code = options.parse(argc, argv)) return *code;
   settings.params = parse_count(params);
   const std::vector<StepSide> sides = measure(settings, turns);

@@ -27,7 +27,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kOurs = "ours";         // DDP and ShardedOptimizer on shm
+constexpr const char* kOurs = "ours";         // Shard::kState on shm
 constexpr const char* kAloneRanks = "alone";  // ranks that do not communicate
 constexpr const char* kCached = "cached";     // as alone, with the memory cache of run()
 constexpr const char* kMet = "met";           // as cached, with a barrier after every step
@@ -61,7 +61,7 @@ struct TrainSide {
   }
 
   const char* long_name() const {
-    if (name == kOurs) return "Lockstep: DDP + ShardedOptimizer on shm";
+    if (name == kOurs) return "Lockstep: the optimizer's state sharded, on shm";
     if (name == kAloneRanks) return "ranks that do not communicate";
     if (name == kCached) return "the same with cached memory, as under run()";
     if (name == kMet) return "cached memory, and a barrier after every step";

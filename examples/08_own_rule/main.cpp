@@ -2,6 +2,7 @@
 // (several ranks, sharding, clipping, schedules, checkpoints) works for it as for AdamW.
 #include <lockstep/lockstep.h>
 #include <lockstep/optim/rule.h>
+#include <lockstep/parallel/parallelize.h>
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -42,23 +43,25 @@ void train(lockstep::World& world) {
   optim::seed_everything(1);
   torch::nn::Linear net(8, 1);
   const auto truth = torch::randn({1, 8});
-  lockstep::DistributedDataParallel model{net, world};
-  lockstep::ShardedOptimizer optimizer{model, TigerOptions{.lr = 0.02}};
+  // Its state is divided over the ranks.
+  const auto model = lockstep::parallelize(*net, world, {.shard_optimizer = true});
+  const auto optimizer = model->make_optimizer({{net->parameters(), TigerOptions{.lr = 0.02}}});
   optim::seed_everything(2, world.rank());
   for (int step = 0; step < 200; ++step) {
     const auto x = torch::randn({32, 8});
-    const auto loss = torch::mse_loss(model(x), x.matmul(truth.t()));
-    loss.backward();
-    optimizer.set_lr(0.02 * (1 - step / 200.0));
-    optimizer.step({.max_grad_norm = 1.0});
-    optimizer.zero_grad();
+    model->before_forward();
+    const auto loss = model->watch(torch::mse_loss(net(x), x.matmul(truth.t())));
+    model->backward(loss, /*last=*/true);
+    optimizer->set_lr(0.02 * (1 - step / 200.0));
+    optimizer->step({.max_grad_norm = 1.0});
+    optimizer->zero_grad();
     if (world.is_leader() && step % 50 == 0)
       std::printf("step %d: loss %.3f\n", step, loss.item<double>());
   }
-  model.verify_replicas();
+  model->verify_parameters();
   if (world.is_leader())
     std::printf("state on this rank: %lld bytes\n",
-                static_cast<long long>(optimizer.state_bytes()));
+                static_cast<long long>(optimizer->state_bytes()));
 }
 
 }  // namespace

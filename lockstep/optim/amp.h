@@ -95,8 +95,8 @@ class GradScaler {
   // float of one element on the device. Undefined before unscale_ or step.
   at::Tensor found_inf(const void* optimizer) const;
 
-  // For an optimizer that divides by the scale and finds non-finite gradients in its own step
-  // (ShardedOptimizer): records what it found. Counts as unscale_ and step of `optimizer`.
+  // For an optimizer that divides by the scale and finds non-finite gradients in its own step, as
+  // one with a divided state: records what it found. Counts as unscale_ and step of `optimizer`.
   void record_step(const void* optimizer, bool skipped);
 
   bool enabled() const { return options_.enabled; }

@@ -10,8 +10,8 @@
 //
 // Parameters without a gradient are skipped, and one listed twice (tied weights) counts once.
 // Averaged gradients are the same on all ranks, so every rank clips identically without
-// communication; a model whose gradients are still this rank's own (ShardedOptimizer) is refused
-// with UsageError.
+// communication; a model whose gradients are still this rank's own (Shard::kState) is refused with
+// UsageError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,9 +23,10 @@ namespace lockstep::optim {
 struct ClipOptions {
   double norm_type = 2;             // any p > 0, or infinity
   bool error_if_nonfinite = false;  // reads the norm on the host: a sync per call
-  // The norm of order 2 with ShardedOptimizer's order of summation: in double, over blocks of 4096
-  // elements, parameter by parameter. Replicated clipping then has that optimizer's bits instead of
-  // torch's. For float and double gradients on the CPU; the norm is a double.
+  // The norm of order 2 with the order of summation of a divided state (Shard::kState): in double,
+  // over blocks of 4096 elements, parameter by parameter. Replicated clipping then has that
+  // optimizer's bits instead of torch's. For float and double gradients on the CPU; the norm is a
+  // double.
   bool by_blocks = false;
 };
 

@@ -1,5 +1,5 @@
 // An optimizer step in CPU memory with the kernels of lockstep/kernels, shared by the optimizers of
-// this folder and ShardedOptimizer so that both round alike. Half types, devices and rules without
+// this folder and of FullyShard so that all round alike. Half types, devices and rules without
 // kernels use ATen.
 //
 //   if (covered(kernels, param, grad, {exp_avg, exp_avg_sq}))

@@ -7,7 +7,7 @@
 //
 // swap() exchanges the memory of the model's tensors and does not write their contents. So it
 // copies nothing, is exact, is undone even by an exception, and does not count as a write to
-// parameters that ranks share (ShardedOptimizer).
+// parameters that ranks share (Shard::kState).
 //
 // Buffers (BatchNorm's statistics) are copied as they are.
 //

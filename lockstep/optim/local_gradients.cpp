@@ -43,12 +43,11 @@ void refuse_local_gradients(const std::vector<at::Tensor>& params, std::string_v
     if (!has_local_gradient(param)) continue;
     throw UsageError(
         who,
-        "the parameter of shape [{}] belongs to a ShardedOptimizer, so its gradient is this rank's "
-        "own until step() averages and uses it, or to FullyShard, Pipeline or TensorParallel, "
-        "where a rank has a part of it. Make the optimizer by model.make_optimizer() instead of on "
-        "the parameters, and leave clipping and unscaling to it: step({{.max_grad_norm = 1, "
-        ".scaler = &scaler, .skip_non_finite = true}}) also skips a bad step; ShardedOptimizer's "
-        "reduce_now() shows averaged gradients.",
+        "the parameter of shape [{}] belongs to FullyShard, Pipeline or TensorParallel, where a "
+        "rank's gradient is a part, or not averaged before the step (shard_optimizer). Make the "
+        "optimizer by model.make_optimizer() instead of on the parameters, and leave clipping and "
+        "unscaling to it: step({{.max_grad_norm = 1, .scaler = &scaler, .skip_non_finite = true}}) "
+        "also skips a bad step.",
         fmt::join(param.sizes(), ", "));
   }
 }
@@ -177,7 +176,7 @@ void GradientWatch::refuse_written(std::string_view who) const {
       "the gradient of parameter '{}' was written after backward, past its version counter. It was "
       "probably clipped by torch::nn::utils::clip_grad_norm_, which sees only this rank's "
       "gradients: a part of them, or not averaged yet. Call zero_grad(), and clip in the step: "
-      "step({{.max_grad_norm = 1}}) of ShardedOptimizer or of what make_optimizer() returns. "
+      "step({{.max_grad_norm = 1}}) of the optimizer that make_optimizer() returns. "
       "Operations on .grad itself (mul_, clamp_) are allowed; its memory is read through "
       "const_data_ptr().",
       name);

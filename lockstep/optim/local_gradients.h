@@ -1,9 +1,9 @@
 // Detects gradients that still belong to this rank alone and are not yet the average over ranks;
 // and copies a small tensor to another device.
 //
-// ShardedOptimizer averages gradients in its step. Clipping or unscaling them before, or stepping
-// them with another optimizer, would make ranks differ without an error, so the functions that do
-// this ask first:
+// With Shard::kState a FullyShard averages gradients in its optimizer's step. Clipping or unscaling
+// them before, or stepping them with another optimizer, would make ranks differ without an error,
+// so the functions that do this ask first:
 //
 //   refuse_local_gradients(params, "clip_grad_norm_");   // throws UsageError saying what to do
 //

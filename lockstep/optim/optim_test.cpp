@@ -602,7 +602,7 @@ TEST(LocalGradients, AreRefusedUntilTheyAreAveraged) {
                     HasSubstr("step({.max_grad_norm")));
   // New memory under the same tensor.
   mine.set_data(at::zeros({2, 3}));
-  EXPECT_THAT(refusal({mine}), HasSubstr("ShardedOptimizer"));
+  EXPECT_THAT(refusal({mine}), HasSubstr("belongs to FullyShard"));
   set_grad(mine, at::ones({2, 3}));
   EXPECT_THAT(message_of<UsageError>([&] { SGD({mine}).step(); }), HasSubstr("[SGD] "));
   local = false;

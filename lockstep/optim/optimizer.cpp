@@ -357,7 +357,7 @@ StepResult Optimizer::step(const StepOptions& options) {
   if (has_pass()) return step_in_one_pass(options, scaler);
   refuse_capture();
   if (scaler != nullptr) scaler->unscale_(this, params_);
-  // Norms summed in blocks by the kernels have the bits of ShardedOptimizer's.
+  // Norms summed in blocks by the kernels have the bits of Shard::kState's.
   const ClipOptions how{.by_blocks = std::all_of(params_.begin(), params_.end(), [](const auto& p) {
                           return detail::has_kernel(p.scalar_type(), p.device());
                         })};

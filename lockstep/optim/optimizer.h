@@ -12,9 +12,9 @@
 //
 // It is a torch::optim::Optimizer: closures, torch's schedulers, torch::save and torch::load work.
 // Every rank holds the whole state and takes the same step with gradients that backward has
-// averaged; ShardedOptimizer (lockstep/parallel/sharded_optimizer.h) averages them in its step and
-// divides the state. A loop works with both, and so do checkpoints: state is named after parameters
-// ("h.0.attn.weight.exp_avg") and independent of the number of ranks.
+// averaged; those that a FullyShard makes (lockstep/parallel/fully_shard.h) divide the state, and
+// may average gradients in their step. A loop works with both, and so do checkpoints: state is
+// named after parameters ("h.0.attn.weight.exp_avg") and independent of the number of ranks.
 //
 // Results have the bits of PyTorch's fused optimizers, except AdamW on a GPU for a model with float
 // parameters: there it is one pass (adamw_pass.h), which CUDA graphs can contain.

@@ -172,7 +172,7 @@ TEST(Clip, BoundsTheNormOverAllGradients) {
 }
 
 // The definition: sums of squares over blocks of 4096 elements, in double, added in order.
-TEST(Clip, ByBlocksIsTheNormOfShardedOptimizer) {
+TEST(Clip, ByBlocksIsTheNormOfADividedState) {
   torch::manual_seed(4);
   auto a = trained(at::zeros({3, 5000})), b = trained(at::zeros({7}, at::kDouble));
   a.mutable_grad() = at::randn({3, 5000});
@@ -232,7 +232,7 @@ TEST(Clip, RefusesGradientsThatAreNotAveragedYet) {
                            message_of<UsageError>([&] { clip_grad_value_({p}, 1); }),
                            message_of<UsageError>([&] { grad_norm({p}); }),
                            message_of<UsageError>([&] { scaler.unscale_(optimizer); })})
-    EXPECT_THAT(text, HasSubstr("belongs to a ShardedOptimizer"));
+    EXPECT_THAT(text, HasSubstr("belongs to FullyShard"));
   local = false;
   clip_grad_norm_({p}, 1);
 }

@@ -3,7 +3,7 @@
 // A rule knows nothing about ranks, groups, clipping, loss scales, schedules, files or graphs. It
 // says which state it has for a parameter and whether a parameter may be split, and it has one
 // function; the rest follows for every rule: Optimizer (optimizer.h) steps it in a loop of your own
-// and in the Trainer, ShardedOptimizer with the state divided over ranks.
+// and in the Trainer, and the optimizers of FullyShard with the state divided over ranks.
 //
 //   class TigerRule final : public RuleOf<TigerOptions> { ... update() ... };
 //   std::unique_ptr<UpdateRule> make_rule(const TigerOptions& options);   // a rule of your own

@@ -236,20 +236,6 @@ Bucket BucketSet::for_hook(std::size_t index, const at::Tensor& flat) const {
   return view;
 }
 
-std::vector<GradientBucket> BucketSet::for_strategy() const {
-  std::vector<GradientBucket> views;
-  for (const auto& bucket : buckets_) {
-    GradientBucket& out = views.emplace_back();
-    out.mine = bucket.flat;
-    for (const auto& part : bucket.parts)
-      out.parts.push_back(part.narrow(0, 0, bucket.flat.numel()));
-    for (const auto& [parameter, offset] : bucket.slots)
-      out.slots.push_back({model_[parameter].name, parameter, model_[parameter].tensor,
-                           slots_[parameter].tensor, offset});
-  }
-  return views;
-}
-
 namespace {
 
 struct OpenBucket {

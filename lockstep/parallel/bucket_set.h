@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "lockstep/parallel/model_tensors.h"
-#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/reducer_types.h"
 
 namespace lockstep::parallel {
@@ -98,7 +97,6 @@ class BucketSet {
   void drop_saved();
 
   Bucket for_hook(std::size_t index, const at::Tensor& flat) const;  // with other gradients
-  std::vector<GradientBucket> for_strategy() const;
 
  private:
   struct SlotState {

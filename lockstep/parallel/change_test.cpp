@@ -331,19 +331,6 @@ TEST(Change, ALayerThatWasAppendedIsRefusedAroundTheWrapperToo) {
   });
 }
 
-TEST(Change, ANewParameterIsRefusedInTheStepOfAShardedOptimizer) {
-  run_threads(2, [](World& world) {
-    auto net = std::make_shared<TwoLinear>();
-    DistributedDataParallel model{net, world};
-    const auto optimizer = model.parallelism()->make_optimizer(
-        {{net->parameters(), optim::SGDOptions{.lr = 0.1}}}, /*sharded=*/true);
-    if (world.rank() == 1) replace_b(*net, torch::nn::Linear(4, 4));
-    model(input_by_rank(world)).sum().backward();
-    EXPECT_THAT(message_of<UsageError>([&] { optimizer->step(); }),
-                HasSubstr("parameter 'b.weight' was replaced after the optimizer was made"));
-  });
-}
-
 TEST(Change, AParameterThatIsIgnoredMayBeReplaced) {
   run_threads(2, [](World& world) {
     auto net = std::make_shared<TwoLinear>();

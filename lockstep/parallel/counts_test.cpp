@@ -15,7 +15,6 @@
 #include "lockstep/comm/device.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
@@ -108,21 +107,6 @@ TEST(PassCounts, SearchesForUnusedParametersAndWhatTheyFound) {
   }
 }
 
-TEST(PassCounts, AShardedOptimizerSynchronisesOnceAStep) {
-  const ledger::Totals spent = spent_by([&](World& world) {
-    DistributedDataParallel model{std::make_shared<Gate>(), world};
-    ShardedOptimizer optimizer{model, optim::AdamWOptions{.lr = 0.01}};
-    for (int step = 0; step < kSteps; ++step) {
-      for (int micro = 0; micro < 2; ++micro) model(torch::ones({2, 4}), true).sum().backward();
-      optimizer.step();
-      optimizer.zero_grad();
-    }
-  });
-  EXPECT_EQ(of(spent, Counter::kMicroBatches), kRanks * kSteps * 2u);
-  EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kRanks * kSteps * 1u);
-  EXPECT_GE(of(spent, Counter::kReducedBytes), kRanks * kSteps * 40u * sizeof(float));
-}
-
 // The reducer of a rank alone averages nothing and sees no gradients.
 TEST(PassCounts, AWindowOfARankAloneIsAStep) {
   const ledger::Totals before = ledger::totals();
@@ -167,23 +151,15 @@ TEST(BackwardPhase, OfARankAlone) {
 }
 
 TEST(PassCounts, ARankThatHasRunOutCountsNothing) {
-  for (const bool sharded : {false, true}) {
-    const ledger::Totals spent = spent_by([&](World& world) {
-      DistributedDataParallel model{std::make_shared<Gate>(), world, {.overlap = true}};
-      std::unique_ptr<optim::Optimizer> optimizer;
-      if (sharded)
-        optimizer = std::make_unique<ShardedOptimizer>(model, optim::SGDOptions{.lr = 0.01});
-      model.join([&] {
-        for (int step = 0; step < (world.rank() == 0 ? kSteps : 1); ++step) {
-          model(torch::ones({2, 4}), true).sum().backward();
-          if (optimizer) optimizer->step();
-          if (optimizer) optimizer->zero_grad();
-        }
-      });
+  const ledger::Totals spent = spent_by([&](World& world) {
+    DistributedDataParallel model{std::make_shared<Gate>(), world, {.overlap = true}};
+    model.join([&] {
+      for (int step = 0; step < (world.rank() == 0 ? kSteps : 1); ++step)
+        model(torch::ones({2, 4}), true).sum().backward();
     });
-    EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kSteps + 1u) << sharded;
-    EXPECT_EQ(of(spent, Counter::kBuckets), kSteps + 1u) << sharded;
-  }
+  });
+  EXPECT_EQ(of(spent, Counter::kSynchronisedPasses), kSteps + 1u);
+  EXPECT_EQ(of(spent, Counter::kBuckets), kSteps + 1u);
 }
 
 }  // namespace

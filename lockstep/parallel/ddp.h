@@ -32,8 +32,8 @@
 
 namespace lockstep {
 
-// The whole model on every rank; gradients are averaged by a Reducer in backward, or by a
-// ShardedOptimizer in its step. DistributedDataParallel makes one for its module.
+// The whole model on every rank; gradients are averaged by a Reducer in backward.
+// DistributedDataParallel makes one for its module.
 //
 // They are averaged over the mesh's batch axis. Ranks along its other axes must compute the same
 // gradients: those of a module that divides its work among them by itself.
@@ -54,10 +54,8 @@ class DataParallel final : public Parallelism {
   const std::shared_ptr<Reducer>& reducer() const { return reducer_; }
 
   const Mesh& mesh() const override { return mesh_; }
-  std::string text() const override;
-  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                   bool sharded) override;
-  void check_shardable() const override;
+  std::string text() const override { return "replicated"; }
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups) override;
   at::Tensor watch(at::Tensor output) override { return reducer_->watch(std::move(output)); }
   void backward(const at::Tensor& loss, bool last) override;
   void verify_parameters() override { reducer_->verify_parameters(); }
@@ -153,8 +151,7 @@ class DistributedDataParallel {
 
   void register_comm_hook(CommHook hook) { reducer().register_comm_hook(std::move(hook)); }
 
-  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit, and
-  // UsageError where the parameters of a ShardedOptimizer were written outside its step().
+  // Throws CommError naming tensor and rank when parameters or buffers differ in any bit.
   // Collective.
   void verify_replicas() { reducer().verify_replicas(); }
 

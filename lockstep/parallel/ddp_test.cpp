@@ -12,7 +12,6 @@
 #include "lockstep/optim/amp.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/reducer.h"
-#include "lockstep/parallel/sharded_optimizer.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {

@@ -107,6 +107,7 @@ FullyShardImpl::FullyShardImpl(torch::nn::Module& module, Mesh mesh, FullyShardO
     if (model_.size() == 0)
       throw UsageError(kFullyShard, "the module has no parameters, so there is nothing to shard.");
     check_mode(options_, tensor().size() > 1 ? "ranks along 'tensor'" : "");
+    if (options_.shard != Shard::kAll) check_shardable(module);
     if (tensor().size() > 1) slices_ = std::make_unique<TensorSlices>(module, tensor());
   });
   const auto other =
@@ -148,10 +149,11 @@ std::string FullyShardImpl::describe(const torch::nn::Module& module) const {
     return given ? c10::toString(*given) : "own";
   };
   std::string text = fmt::format(
-      "shard: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\nparam_dtype: {}\n"
-      "reduce_dtype: {}\ncpu_offload: {}\n",
+      "shard: {}\nreshard_after_forward: {}\nreduce_every_backward: {}\nbroadcast_buffers: {}\n"
+      "param_dtype: {}\nreduce_dtype: {}\ncpu_offload: {}\n",
       name(options_.shard), options_.reshard_after_forward, options_.reduce_every_backward,
-      type(options_.param_dtype), type(options_.reduce_dtype), options_.cpu_offload);
+      options_.broadcast_buffers, type(options_.param_dtype), type(options_.reduce_dtype),
+      options_.cpu_offload);
   text += describe_prepared(module);
   if (slices_) text += slices_->describe();
   for (const ModelParameter& p : model_.parameters())
@@ -211,7 +213,7 @@ void FullyShardImpl::make_units(const torch::nn::Module& module, const Holders& 
   // Rows that are sent in another type cannot be read in place.
   shares_ = !options_.param_dtype && share_rows(units_, shard_);
   if (options_.shard != Shard::kAll) {
-    for (ShardUnit& unit : units_) unit.keep();
+    for (ShardUnit& unit : units_) unit.keep(options_.shard == Shard::kState);
     kept_.emplace(units_, shard_, shares_);
   }
   wait_for_ranks();
@@ -503,7 +505,10 @@ void FullyShardImpl::take_whole() {
   if (slices_) slices_->take();
   const TensorSlices::AsSlices shapes(slices());
   before_rows_change();
-  if (kept_) kept_->take_back();
+  if (kept_) {
+    kept_->check_equal(mesh_.world(), model_);
+    kept_->take_back();
+  }
   for (ShardUnit& unit : units_) unit.take_whole();
   after_rows_change();
 }
@@ -515,7 +520,7 @@ void FullyShardImpl::backward(const std::function<void()>& walk, bool last, int 
     throw UsageError(kFullyShard,
                      "backward() was called inside a backward. Call it once per loss.");
   if (slices_) slices_->check_backward();
-  if (kept_) kept_->check_backward();
+  if (kept_ && last) kept_->check_backward();
   last_ = last;
   stage_ = &stages_.at(stage);
   units_.back().gather({});  // a graph may be walked a second time
@@ -629,7 +634,7 @@ void FullyShardImpl::end_pass() {
   if (!local_) show_gradients();
   if (last_ && slices_) slices_->average_gradients();
   if (last_ && !of_pipeline_) watch_gradients();
-  if (last_) model_.broadcast_buffers(mesh_.world(), 0);
+  if (last_ && !defers()) send_buffers(0);
   for (ShardUnit& unit : units_) unit.forget_work();
   if (!held()) free_pass();
 }
@@ -666,15 +671,15 @@ void FullyShardImpl::watch_gradients() {
 // ---------------------------------------------------------------- replicas
 
 void FullyShardImpl::verify_parameters() {
-  Fingerprints shards, same, whole;
+  if (kept_) return kept_->verify(mesh_.world());
+  const Check check{.component = component(), .what = "verify_parameters()"};
+  Fingerprints shards, same;
   each_parameter([&](ShardedParameter& p) {
     shards.add(p.name, p.rows->values);
     if (p.sliced == nullptr) same.add(p.name, p.rows->values);
-    if (keeps()) whole.add(p.name, p.tensor);
   });
-  if (keeps()) require_same(shard_, component(), "parameter", " along 'shard'", whole);
-  require_same(data_, component(), "parameter", " along 'data'", shards);
-  if (slices_) require_same(tensor(), component(), "parameter", " along 'tensor'", same);
+  require_same(data_, check, "parameter", " along 'data'", shards);
+  if (slices_) require_same(tensor(), check, "parameter", " along 'tensor'", same);
   verify_shared();
 }
 
@@ -706,7 +711,8 @@ void FullyShardImpl::verify_shared() {
 }
 
 void FullyShardImpl::verify_buffers() {
-  require_same(mesh_.world(), component(), "buffer", "", model_.buffer_fingerprints());
+  require_same(mesh_.world(), {.component = component(), .what = "verify_buffers()"}, "buffer", "",
+               model_.buffer_fingerprints());
 }
 
 }  // namespace lockstep::parallel
@@ -735,14 +741,9 @@ std::string FullyShard::text() const {
                      parallel::slices_text(mesh()));
 }
 
-std::unique_ptr<optim::Optimizer> FullyShard::make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                             bool) {
+std::unique_ptr<optim::Optimizer> FullyShard::make_optimizer(
+    std::vector<optim::ParamGroup> groups) {
   return parallel::make_fully_shard_optimizer(impl_, std::move(groups));
-}
-
-void FullyShard::check_shardable() const {
-  throw UsageError(parallel::kFullyShard,
-                   "the optimizer's state is divided with the parameters already.");
 }
 
 void FullyShard::before_forward() {
@@ -772,7 +773,8 @@ void FullyShard::verify_buffers() {
 }
 
 std::string FullyShard::unavailable_for_capture() const {
-  return "parameters are gathered and freed inside a step";
+  return impl_->defers() ? "gradients are averaged in a step that the ranks agree on"
+                         : "parameters are gathered and freed inside a step";
 }
 
 std::vector<std::string> FullyShard::units() const {

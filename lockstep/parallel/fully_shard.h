@@ -70,11 +70,8 @@ class FullyShard final : public Parallelism {
 
   const Mesh& mesh() const override;
   std::string text() const override;
-  // Its state is divided as the parameters are; `sharded` changes nothing. A rule that takes whole
-  // tensors (Muon, Adafactor) has each parameter of it stepped by one rank.
-  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                   bool sharded = true) override;
-  void check_shardable() const override;
+  // A rule that takes whole tensors (Muon, Adafactor) has each parameter of it stepped by one rank.
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups) override;
   void before_forward() override;
   void backward(const at::Tensor& loss, bool last = true) override;
   // Release it on every rank before the same forward, which frees what was gathered. The

@@ -89,6 +89,9 @@ class FullyShardImpl : public std::enable_shared_from_this<FullyShardImpl> {
   // Of those the step must reduce, on every rank where one has any.
   bool deferred() const { return defers() && local_; }
   void reduce_deferred();
+  void send_buffers(int root) {
+    if (options_.broadcast_buffers) model_.broadcast_buffers(mesh_.world(), root);
+  }
   // Those that the step reads in every rank's memory instead, where it can. Parameters have the
   // numbers of parameters().
   SharedGradients* shared_gradients() const { return shared_gradients_.get(); }

@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <optional>
+#include <cmath>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -16,6 +16,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/optim/rule_state.h"
 #include "lockstep/parallel/fully_shard_impl.h"
+#include "lockstep/parallel/replicas.h"
 #include "lockstep/parallel/sharding.h"
 #include "lockstep/parallel/step_agreement.h"
 
@@ -27,11 +28,12 @@ using optim::TensorDict;
 struct Member {
   ShardedParameter* p = nullptr;
   std::size_t group = 0;
-  int owner = -1;                   // steps it whole; -1: every rank steps its rows
-  at::Tensor whole{};               // on its owner; has bytes in a step alone
-  std::size_t index = 0;            // among the model's parameters
-  at::Tensor averaged{};            // rows of a gradient that every rank has in shared memory
-  std::optional<double> squares{};  // their sum, where averaging has given it
+  int owner = -1;                // steps it whole; -1: every rank steps its rows
+  at::Tensor whole{};            // on its owner; has bytes in a step alone
+  std::size_t index = 0;         // among the model's parameters
+  std::int64_t first_block = 0;  // of the norm, where blocks_ counts them
+  at::Tensor averaged{};         // rows of a gradient that every rank has in shared memory
+  std::vector<double> sums{};    // of their squares, by block, where averaging has given them
 };
 
 class FullyShardOptimizer final : public optim::Optimizer {
@@ -54,22 +56,27 @@ class FullyShardOptimizer final : public optim::Optimizer {
     return model_->divides() || line().size() > 1 || model_->slices() != nullptr;
   }
   void find_members(const std::vector<optim::ParamGroup>& groups);
+  void count_blocks();
   void deal_whole_tensors();
   void make_parts(const std::vector<optim::ParamGroup>& groups);
   bool holds_rows(const Member& m) const;
   bool steps_here(const Member& m) const;
   void check_step(const optim::StepOptions& options);
   void take_gradients(const optim::StepOptions& options);
+  StepAgreement::Details trained() const;
   at::Tensor agree(const Check& check);
   void take_shared(const SharedGradients& gradients, const at::Tensor& flags);
   bool has_kernel(const Member& m) const;
   at::Tensor norm() const;
+  at::Tensor norm_by_blocks() const;
   void scale(const at::Tensor& factor);
   void step_parts(const optim::StepOptions& options);
   at::Tensor gather_whole(const Member& m, const at::Tensor& mine) const;
   void scatter_whole(const Member& m) const;
   at::Tensor steps_taken(const TensorDict& mine) const;
   at::Tensor whole_state(const Member& m, const optim::StateSpec& spec, const TensorDict& mine);
+  void read_state(const TensorDict& state, TensorDict& rows, TensorDict& tensors,
+                  Fingerprints* read);
   at::Tensor divided_state(const Member& m, const optim::StateSpec& spec,
                            const TensorDict& mine) const;
 
@@ -79,11 +86,20 @@ class FullyShardOptimizer final : public optim::Optimizer {
   std::unique_ptr<optim::Optimizer> rows_;
   std::unique_ptr<optim::Optimizer> tensors_;  // null: no rule takes whole ones
   optim::SplitGradients split_;                // what the next step averages itself
+  std::int64_t blocks_ = 0;                    // of the norm; 0: rows have other blocks
+  std::size_t listed_ = 0;                     // parameters in the groups
 };
 
-// Returns the sum of the average's squares. An undefined `out` is not written.
+template <typename Groups>
+std::size_t count_listed(const Groups& groups) {
+  std::size_t count = 0;
+  for (const auto& group : groups) count += group.params().size();
+  return count;
+}
+
+// Returns the sums of the average's squares, by block. An undefined `out` is not written.
 template <typename T>
-double average_by_kernel(const at::Tensor& out, const optim::SplitGradient& split) {
+std::vector<double> average_by_kernel(const at::Tensor& out, const optim::SplitGradient& split) {
   const optim::detail::Sources<T> sources(split.sources);
   const std::int64_t count = split.sources[0].numel();
   const std::int64_t blocks = kernels::norm_blocks(count);
@@ -96,18 +112,22 @@ double average_by_kernel(const at::Tensor& out, const optim::SplitGradient& spli
     kernels::reduce_with_norms(here.gradient(split), to == nullptr ? to : to + begin, end - begin,
                                sums.data() + first);
   });
-  return kernels::add_blocks(sums.data(), blocks);
+  return sums;
 }
 
 // For half types, sums in float are rounded once, and their squares are not known.
-std::optional<double> average_into(const at::Tensor& out, const optim::SplitGradient& split) {
+std::vector<double> average_into(const at::Tensor& out, const optim::SplitGradient& split) {
   const at::ScalarType type = split.sources[0].scalar_type();
   if (type == at::kFloat) return average_by_kernel<float>(out, split);
   if (type == at::kDouble) return average_by_kernel<double>(out, split);
   at::Tensor sum = split.sources[0].to(at::kFloat, false, /*copy=*/true);
   for (std::size_t i = 1; i < split.sources.size(); ++i) sum.add_(split.sources[i]);
   at::Tensor(out).view({-1}).copy_(sum.div_(split.divisor));
-  return std::nullopt;
+  return {};
+}
+
+double sum_of(const std::vector<double>& blocks) {
+  return kernels::add_blocks(blocks.data(), static_cast<std::int64_t>(blocks.size()));
 }
 
 // ---------------------------------------------------------------- parameters and their owners
@@ -120,9 +140,11 @@ FullyShardOptimizer::FullyShardOptimizer(std::shared_ptr<FullyShardImpl> model,
   const auto refusal = refusal_of([&] {
     find_members(groups);
     const TensorSlices::AsSlices shapes(model_->slices());
+    count_blocks();
     deal_whole_tensors();
     make_parts(groups);
   });
+  listed_ = count_listed(param_groups());
   if (model_->defers()) {
     std::string members;
     for (const Member& m : members_) members += fmt::format("{} in group {}\n", m.p->name, m.group);
@@ -154,6 +176,16 @@ void FullyShardOptimizer::find_members(const std::vector<optim::ParamGroup>& gro
                      group_of.size() - members_.size(), group_of.size());
 }
 
+// With Shard::kState rows begin at blocks, and the norm is the same at any number of ranks.
+void FullyShardOptimizer::count_blocks() {
+  const auto has_blocks = [](const Member& m) {
+    return optim::detail::has_kernel(m.p->tensor.scalar_type(), m.p->tensor.device());
+  };
+  if (model_->shards() != Shard::kState || !std::ranges::all_of(members_, has_blocks)) return;
+  for (Member& m : members_)
+    m.first_block = std::exchange(blocks_, blocks_ + kernels::norm_blocks(m.p->tensor.numel()));
+}
+
 // In a world of one the rows are the whole tensor.
 void FullyShardOptimizer::deal_whole_tensors() {
   if (shard().size() == 1) return;
@@ -168,10 +200,8 @@ void FullyShardOptimizer::deal_whole_tensors() {
     costs.push_back(rule->cost(members_[i].p->tensor.sizes()));
   }
   if (dealt.empty()) return;
-  const auto shares = deal_tensors(sizes, costs, shard().size());
-  for (int rank = 0; rank < shard().size(); ++rank)
-    for (const Piece& piece : shares[static_cast<std::size_t>(rank)])
-      members_[dealt[piece.parameter]].owner = rank;
+  const std::vector<int> owners = deal_tensors(sizes, costs, shard().size());
+  for (std::size_t i = 0; i < dealt.size(); ++i) members_[dealt[i]].owner = owners[i];
   for (Member& m : members_) {
     if (m.owner != shard().rank()) continue;
     const at::Tensor& like = m.p->tensor;
@@ -216,26 +246,51 @@ void FullyShardOptimizer::make_parts(const std::vector<optim::ParamGroup>& group
 void FullyShardOptimizer::check_step(const optim::StepOptions& options) {
   optim::detail::check(options);
   optim::detail::check_groups(model_->component(), param_groups());
+  if (count_listed(param_groups()) != listed_)
+    throw UsageError(model_->component(),
+                     "the groups have {} parameters instead of {}: some were added or removed. "
+                     "Make a new optimizer.",
+                     count_listed(param_groups()), listed_);
   if (model_->failed())
     throw UsageError(model_->component(),
                      "step() came after a backward that failed, so that gradients are incomplete. "
                      "Call zero_grad() and run the passes of the step again.");
+  model_->check_kept();
   if (model_->unreduced())
     throw UsageError(model_->component(),
                      "step() found gradients of this rank alone. Call the last backward() before a "
                      "step with last = true, and zero_grad() where there is none.");
   model_->watch().refuse_written(model_->component());
-  model_->check_kept();
 }
 
-// With Shard::kState: what one rank refuses none steps. Returns which gradients there are.
+StepAgreement::Details FullyShardOptimizer::trained() const {
+  std::string marks;
+  for (const Member& m : members_) marks += m.p->tensor.requires_grad() ? '+' : '-';
+  return {.print = fingerprint(marks.data(), marks.size()), .text = [this] {
+            std::string text;
+            for (const Member& m : members_)
+              text += fmt::format("{} is {}\n", m.p->name,
+                                  m.p->tensor.requires_grad() ? "trained" : "frozen");
+            return text;
+          }};
+}
+
+// With Shard::kState: what one rank refuses none steps. Returns which gradients there are. Behind
+// these stands for each rank whether it has had a pass: buffers are those of the first that has.
 at::Tensor FullyShardOptimizer::agree(const Check& check) {
   SharedGradients* const shared = model_->shared_gradients();
-  const std::size_t count = shared != nullptr ? model_->parameters().size() : 1;
-  at::Tensor flags = at::zeros({static_cast<std::int64_t>(count)}, at::kByte);
-  if (!check.refusal && shared != nullptr) shared->place(flags);
-  if (!check.refusal && shared == nullptr) flags.fill_(model_->deferred() ? 1 : 0);
-  flags = agreement_.exchange(check, flags);
+  World& world = model_->mesh().world();
+  const auto count = static_cast<std::int64_t>(shared != nullptr ? model_->parameters().size() : 1);
+  at::Tensor flags = at::zeros({count + world.size()}, at::kByte);
+  const at::Tensor gradients = flags.narrow(0, 0, count);
+  if (!check.refusal && shared != nullptr) shared->place(gradients);
+  if (!check.refusal && shared == nullptr) gradients.fill_(model_->deferred() ? 1 : 0);
+  flags[count + world.rank()] = model_->deferred() ? 1 : 0;
+  flags = agreement_.exchange(check, flags, trained());
+  const auto* const passed = flags.const_data_ptr<std::uint8_t>() + count;
+  const auto* const first = std::find(passed, passed + world.size(), 1);
+  model_->send_buffers(first == passed + world.size() ? 0 : static_cast<int>(first - passed));
+  flags = flags.narrow(0, 0, count);
   if (shared != nullptr)
     shared->make_room(flags);
   else if (flags.item<bool>())
@@ -280,13 +335,13 @@ void FullyShardOptimizer::take_shared(const SharedGradients& gradients, const at
   const int ranks = shard().size();
   for (Member& m : members_) {
     ShardedParameter& p = *m.p;
-    m.squares.reset();
+    m.sums.clear();
     if (used[m.index] == 0 || !p.tensor.requires_grad()) continue;
     const std::int64_t count = p.rows->values.numel();
     const optim::SplitGradient split{gradients.parts(m.index, p.rows->begin, count),
                                      static_cast<double>(ranks)};
     if ((in_one_pass || ranks <= kSummedTwice) && count > 0 && has_kernel(m)) {
-      if (!in_one_pass) m.squares = average_into({}, split);
+      if (!in_one_pass) m.sums = average_into({}, split);
       const at::Tensor& mine = split.sources[static_cast<std::size_t>(shard().rank())];
       p.shard.mutable_grad() = alias_of(mine, 0, p.shard.sizes());
       split_.by_parameter.emplace(p.shard.unsafeGetTensorImpl(), split);
@@ -294,7 +349,7 @@ void FullyShardOptimizer::take_shared(const SharedGradients& gradients, const at
     }
     if (!m.averaged.defined())
       m.averaged = at::empty(p.shard.sizes(), p.shard.options().requires_grad(false));
-    m.squares = average_into(m.averaged, split);
+    m.sums = average_into(m.averaged, split);
     p.shard.mutable_grad() = m.averaged;
   }
 }
@@ -303,6 +358,7 @@ void FullyShardOptimizer::take_shared(const SharedGradients& gradients, const at
 // gradients, stages that share a weight have its gradient, and ranks along "tensor" those of uncut
 // parameters: each counts once.
 at::Tensor FullyShardOptimizer::norm() const {
+  if (blocks_ > 0) return norm_by_blocks();
   const c10::Device device = members_.empty() || model_->offloads()
                                  ? c10::Device(c10::kCPU)
                                  : members_[0].p->tensor.device();
@@ -315,8 +371,8 @@ at::Tensor FullyShardOptimizer::norm() const {
     if (!grad.defined() || grad.numel() == 0) continue;
     const bool has_blocks =
         grad.is_contiguous() && optim::detail::has_kernel(grad.scalar_type(), grad.device());
-    if (m.squares || has_blocks)
-      by_blocks += m.squares ? *m.squares : *average_into({}, {.sources = {grad}});
+    if (!m.sums.empty() || has_blocks)
+      by_blocks += sum_of(m.sums.empty() ? average_into({}, {.sources = {grad}}) : m.sums);
     else
       squares +=
           at::linalg_vector_norm(grad, 2, std::nullopt, false, at::kDouble).square().to(device);
@@ -325,6 +381,24 @@ at::Tensor FullyShardOptimizer::norm() const {
   for (World* const ranks : {&shard(), &line(), &model_->tensor()})
     if (ranks->size() > 1) ranks->all_reduce(squares).wait();
   return squares.sqrt().reshape({});
+}
+
+// As a replicated optimizer adds them up: block by block, parameter by parameter.
+at::Tensor FullyShardOptimizer::norm_by_blocks() const {
+  const at::Tensor all = at::zeros({blocks_}, at::kDouble);
+  auto* const sums = all.mutable_data_ptr<double>();
+  for (const Member& m : members_) {
+    const at::Tensor& grad = m.p->shard.grad();
+    if (!grad.defined() || grad.numel() == 0) continue;
+    const at::Tensor dense = grad.is_non_overlapping_and_dense() ? grad : grad.contiguous();
+    std::ranges::copy(m.sums.empty() ? average_into({}, {.sources = {dense}}) : m.sums,
+                      sums + m.first_block + m.p->rows->begin / kernels::kNormBlock);
+  }
+  if (shard().size() > 1) {
+    const ledger::PhaseScope communication(ledger::Phase::kCommunication);
+    shard().all_reduce(all).wait();
+  }
+  return at::scalar_tensor(std::sqrt(kernels::add_blocks(sums, blocks_)), at::kDouble);
 }
 
 void FullyShardOptimizer::scale(const at::Tensor& factor) {
@@ -340,6 +414,8 @@ void FullyShardOptimizer::scale(const at::Tensor& factor) {
       found->second.scale = factor.item<double>();
     else if (grad.is_same(m.averaged) && has_kernel(m))
       split_.by_parameter[stepped] = {.sources = {grad}, .scale = factor.item<double>()};
+    else if (grad.is_cpu())
+      grad.mul_(factor.item<double>());  // not rounded to the gradient's type
     else
       grad.mul_(factor.to(grad.device(), grad.scalar_type()));
   }
@@ -506,12 +582,34 @@ TensorDict FullyShardOptimizer::state_dict(const optim::StateDictOptions& option
   return all;
 }
 
-// The same checks on every rank, also of what it does not hold, so that all refuse or none.
+// The same checks on every rank, also of what it does not hold, so that all refuse or none. Where
+// parameters are whole, the ranks compare what they have read.
 void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
   const torch::NoGradGuard no_grad;
   const TensorSlices::AsSlices shapes(model_->slices());
-  optim::detail::StateReader reader(model_->component(), state);
   TensorDict rows, tensors;
+  Fingerprints read;
+  if (!model_->keeps()) {
+    read_state(state, rows, tensors, nullptr);
+  } else {
+    const auto refusal = refusal_of([&] { read_state(state, rows, tensors, &read); });
+    const auto difference = find_difference(
+        model_->mesh().world(),
+        {.component = model_->component(), .what = "load_state_dict()", .refusal = refusal}, read);
+    if (difference)
+      throw UsageError(model_->component(),
+                       "load_state_dict(): '{}' on {} is not what it is on rank 0. Perhaps a rank "
+                       "has read another checkpoint. Load the same state on every rank.",
+                       difference->name, show_ranks(difference->ranks));
+  }
+  rows_->load_state_dict(rows);
+  if (tensors_) tensors_->load_state_dict(tensors);
+}
+
+// This rank's parts of `state`, for the optimizers of rows and of whole tensors.
+void FullyShardOptimizer::read_state(const TensorDict& state, TensorDict& rows, TensorDict& tensors,
+                                     Fingerprints* read) {
+  optim::detail::StateReader reader(model_->component(), state);
   for (const Member& m : members_) {
     const std::string& name = m.p->name;
     if (!m.p->tensor.requires_grad() && !state.contains(name + ".step")) continue;
@@ -520,6 +618,8 @@ void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
     for (const optim::StateSpec& spec : Optimizer::options(m.group)->state(sizes)) {
       const std::string key = name + "." + spec.name;
       at::Tensor whole = reader.tensor(key, spec.sizes);
+      if (read != nullptr && nn::rows_of(whole) == nullptr)
+        read->add(key, whole.to(optim::dtype_of(spec, m.p->tensor.scalar_type())));
       if (!steps_here(m)) continue;
       if (m.p->sliced != nullptr) whole = m.p->sliced->mine->of(whole);
       const std::int64_t begin = m.p->cut.begin(shard().rank()) * m.p->cut.row_size;
@@ -529,11 +629,10 @@ void FullyShardOptimizer::load_state_dict(const TensorDict& state) {
               : whole.reshape({-1}).narrow(0, begin, m.p->shard.numel()).view(m.p->shard.sizes());
     }
     const at::Tensor& step = reader.number(name + ".step");
+    if (read != nullptr) read->add(name + ".step", step.to(at::kDouble));
     if (steps_here(m)) mine[name + ".step"] = step;
   }
   reader.finish();
-  rows_->load_state_dict(rows);
-  if (tensors_) tensors_->load_state_dict(tensors);
 }
 
 }  // namespace

@@ -702,7 +702,7 @@ TEST_P(FullyShardTest, OtherWaysToUseGradientsAreRefused) {
     rank.model.before_forward();
     rank.model.backward(loss_of(rank.net, rank.mine(0)), /*last=*/false);
     EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(rank.net.parameters(), 1); }),
-                HasSubstr("or to FullyShard"));
+                HasSubstr("belongs to FullyShard"));
     if (mesh.world().size() > 1) {
       EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
                   HasSubstr("with last = true"));

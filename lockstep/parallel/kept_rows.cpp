@@ -1,6 +1,7 @@
 #include "lockstep/parallel/kept_rows.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -9,6 +10,7 @@
 #include <iterator>
 #include <utility>
 
+#include "lockstep/core/env.h"
 #include "lockstep/core/error.h"
 #include "lockstep/core/ledger.h"
 #include "lockstep/core/log.h"
@@ -19,7 +21,7 @@ namespace lockstep::parallel {
 namespace {
 
 // Of a few elements: torch::optim::SGD writes past the version counters. On a device it would wait.
-std::uint64_t print_of(const at::Tensor& tensor) {
+std::uint64_t print_of_some(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || !tensor.is_contiguous() || tensor.numel() == 0) return 0;
   const auto* const bytes = static_cast<const char*>(tensor.const_data_ptr());
   const auto size = static_cast<std::size_t>(tensor.element_size());
@@ -55,8 +57,19 @@ void check_mode(const FullyShardOptions& options, const std::string& divided_fur
                      name(options.shard), other);
 }
 
+void check_shardable(const torch::nn::Module& module) {
+  const std::vector<std::string> sparse = sparse_embeddings(module);
+  if (!sparse.empty())
+    throw UsageError(kFullyShard,
+                     "parameter '{}' belongs to a sparse embedding, whose gradients are not "
+                     "divided by rows. Make it dense (sparse = false), or use "
+                     "DistributedDataParallel (shard_optimizer: false).",
+                     sparse.front());
+  ModelTensors(parameters_of(module), buffers_of(module), {}).check_own_memory();
+}
+
 KeptRows::KeptRows(std::vector<ShardUnit>& units, World& shard, bool shared)
-    : shard_(shard), shared_(shared) {
+    : shard_(shard), shared_(shared), debug_(env::get_bool("LOCKSTEP_DEBUG").value_or(false)) {
   for (ShardUnit& unit : units) {
     std::vector<std::vector<ShardedParameter*>> of_unit;
     for (ShardedParameter& p : unit.parameters()) {
@@ -110,6 +123,10 @@ void KeptRows::remember() {
   written_ = 0;
 }
 
+std::uint64_t KeptRows::print_of(const at::Tensor& tensor) const {
+  return debug_ ? fingerprint(tensor) : print_of_some(tensor);
+}
+
 // Memory of one's own may be written and restored, as it is in order to look at averages.
 bool KeptRows::written(const Kept& kept) const {
   const at::Tensor& tensor = kept.p->tensor;
@@ -147,7 +164,54 @@ void KeptRows::end(Message& message) {
   }
 }
 
+void KeptRows::check_forms() const {
+  for (const Kept& kept : kept_) {
+    const ShardedParameter& p = *kept.p;
+    const auto moved = [&](const std::string& to) {
+      throw UsageError(kFullyShard,
+                       "parameter '{}' was {} after the model was divided. Change the model first, "
+                       "then make FullyShard and its optimizer.",
+                       p.name, to);
+    };
+    if (p.tensor.scalar_type() != p.shard.scalar_type())
+      moved(fmt::format("moved to {}", c10::toString(p.tensor.scalar_type())));
+    if (p.tensor.device() != p.shard.device()) moved("moved to " + p.tensor.device().str());
+    if (p.tensor.numel() != p.cut.rows * p.cut.row_size)
+      moved(fmt::format("given the shape [{}]", fmt::join(p.tensor.sizes(), ", ")));
+  }
+}
+
+Fingerprints KeptRows::fingerprints() const {
+  Fingerprints prints;
+  for (const Kept& kept : kept_) prints.add(kept.p->name, kept.p->tensor);
+  return prints;
+}
+
+// Memory that all ranks map is always equal, whoever wrote it.
+void KeptRows::verify(World& world) const {
+  require_same(world,
+               {.component = kFullyShard,
+                .what = "verify_parameters()",
+                .refusal = refusal_of([this] { check(); })},
+               "parameter", "", fingerprints());
+}
+
+void KeptRows::check_equal(World& world, const ModelTensors& model) const {
+  const Check check{
+      .component = kFullyShard, .what = "sync_from_model()", .refusal = refusal_of([&] {
+                                                               check_forms();
+                                                               model.check_own_memory();
+                                                             })};
+  if (const auto difference = find_difference(world, check, fingerprints()))
+    throw UsageError(kFullyShard,
+                     "sync_from_model(): parameter '{}' on {} is not what it is on rank 0. Perhaps "
+                     "weights were loaded on some ranks only, or from different files. Load the "
+                     "same ones on every rank.",
+                     difference->name, show_ranks(difference->ranks));
+}
+
 void KeptRows::check() const {
+  check_forms();
   for (const Kept& kept : kept_) {
     const ShardedParameter& p = *kept.p;
     if (!p.tensor.storage().is_alias_of(p.storage))

@@ -56,6 +56,23 @@ std::vector<NamedTensor> buffers_of(const torch::nn::Module& module) {
   return all;
 }
 
+std::vector<std::string> sparse_embeddings(const torch::nn::Module& module) {
+  std::vector<std::string> names;
+  const auto look = [&](const std::string& prefix, const torch::nn::Module& part) {
+    const auto* const embedding = part.as<torch::nn::EmbeddingImpl>();
+    const auto* const bag = part.as<torch::nn::EmbeddingBagImpl>();
+    if (!(embedding != nullptr && embedding->options.sparse()) &&
+        !(bag != nullptr && bag->options.sparse()))
+      return;
+    for (const auto& item : part.named_parameters(/*recurse=*/false))
+      names.push_back(prefix.empty() ? item.key() : prefix + "." + item.key());
+  };
+  look("", module);  // named_modules() lists it only where a shared pointer holds it
+  for (const auto& item : module.named_modules(/*name_prefix=*/"", /*include_self=*/false))
+    look(item.key(), *item.value());
+  return names;
+}
+
 ParameterForm ModelParameter::form() const {
   return {tensor.requires_grad(), tensor.scalar_type(), tensor.device(), tensor.sizes().vec()};
 }
@@ -166,6 +183,7 @@ void ModelTensors::check_own_memory() const {
   std::vector<Range> ranges;
   const auto add = [&](const std::string& name, const at::Tensor& t, bool moves) {
     if (!t.defined() || !t.has_storage() || t.numel() == 0 || t.is_meta()) return;
+    if (nn::rows_of(t) != nullptr) return;  // divided while it was made
     const auto* const begin = static_cast<const char*>(t.const_data_ptr());
     const auto bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize());
     ranges.push_back({t.device(), begin, begin + bytes, &name, moves});
@@ -184,11 +202,11 @@ void ModelTensors::check_own_memory() const {
     const Range* before = range.moves ? all : moving;
     if (before != nullptr && before->device == range.device && before->end > range.begin) {
       const auto [first, second] = std::minmax(*before->name, *range.name);
-      throw UsageError("ShardedOptimizer",
+      throw UsageError("fully_shard",
                        "'{}' and '{}' lie in the same memory (set_data?), and each parameter that "
                        "is stepped gets memory of its own. To tie two parameters, register one "
-                       "tensor under both names; otherwise clone one, or use a replicated "
-                       "optimizer.",
+                       "tensor under both names; otherwise clone one, or use "
+                       "DistributedDataParallel (shard_optimizer: false).",
                        first, second);
     }
     const auto reach = [&](const Range*& furthest) {
@@ -349,22 +367,6 @@ std::string ChangeDetector::change_of(std::size_t parameter) const {
   if (now.device != then.device) return "moved to " + now.device.str();
   if (now.sizes == then.sizes) return "";
   return fmt::format("given the shape [{}]", fmt::join(now.sizes, ", "));
-}
-
-void ChangeDetector::check_unchanged(const char* since) const {
-  for (std::size_t i = 0; i < forms_.size(); ++i) {
-    const std::string change = change_of(i);
-    if (change.empty()) continue;
-    throw UsageError("ShardedOptimizer",
-                     "parameter '{}' was {} after {}. Change the model first, then wrap it and "
-                     "make the optimizer again.",
-                     model_[i].name, change, since);
-  }
-  if (const auto found = new_parameters(); !found.empty())
-    throw UsageError("ShardedOptimizer",
-                     "{} after {}. Change the model first, then wrap it and make the optimizer "
-                     "again.",
-                     found.front(), since);
 }
 
 void ChangeDetector::refuse() const {

@@ -45,6 +45,8 @@ struct ModelParameter {
 // By name, as the module lists them; without undefined buffers.
 std::vector<NamedTensor> parameters_of(const torch::nn::Module& module);
 std::vector<NamedTensor> buffers_of(const torch::nn::Module& module);
+// The names of the weights of embeddings that were made with sparse(true).
+std::vector<std::string> sparse_embeddings(const torch::nn::Module& module);
 
 // Tied parameters appear once, ignored ones not at all.
 class ModelTensors {
@@ -120,8 +122,6 @@ class ChangeDetector {
 
   // Throws UsageError on all ranks where the models differ, or where one has a refusal. Collective.
   void check_same_model(std::exception_ptr refusal = {}) const;
-  // Throws UsageError naming a parameter that has changed `since`.
-  void check_unchanged(const char* since) const;
   // Throws UsageError on all ranks, with what has changed on which of them. Collective.
   [[noreturn]] void refuse() const;
 

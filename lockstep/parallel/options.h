@@ -54,8 +54,9 @@ struct FullyShardOptions {
   // With kGradients and kState parameters are whole between uses, too: a step ends with the
   // exchange of the rows that ranks have stepped. kGradients averages gradients as
   // reduce_every_backward says; with kState they are this rank's own and whole until the step,
-  // which averages them, so that accumulation communicates once; a rank without a pass adds zeros,
-  // unless the model has buffers, which the last backward of each rank broadcasts.
+  // which averages them, so that accumulation communicates once; a rank without a pass adds zeros.
+  // There a rank steps blocks of 4096 elements rather than rows, so that the results are those of
+  // replicas at any number of ranks; a smaller parameter is the first rank's.
   // Both need `param_dtype` unset, no offload, and one rank along "tensor" and "pipeline".
   Shard shard = Shard::kAll;
   // False: a block stays gathered from forward to backward. Less communication, more memory. With
@@ -65,6 +66,9 @@ struct FullyShardOptions {
   // last one they accumulate whole on each rank, as PyTorch's set_requires_gradient_sync(false) and
   // as with Shard::kState in any case.
   bool reduce_every_backward = true;
+  // Copies buffers (BatchNorm statistics) to all ranks: rank 0's at the end of the last backward,
+  // and with kState, in the step, those of the first rank that has had a pass.
+  bool broadcast_buffers = true;
   // The types in which parameters are gathered and gradients averaged, as those of FSDP2's
   // MixedPrecisionPolicy. Parameters, gradients and state keep their own type and the ranks their
   // exact values; in forward and backward parameters have values that are rounded to

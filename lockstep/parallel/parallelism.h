@@ -1,7 +1,7 @@
 // Parallelism: the interface of all ways to train one model on several ranks, for the Trainer,
 // CapturedStep, checkpoints and loops of your own; docs/extending.md adds an implementation.
 //
-//   const auto optimizer = parallelism.make_optimizer(groups, /*sharded=*/false);
+//   const auto optimizer = parallelism.make_optimizer(groups);
 //   parallelism.before_forward();
 //   at::Tensor loss = parallelism.watch(loss_of(micro));   // a micro-batch of a data::Window
 //   parallelism.backward(loss * micro.weight, micro.last);
@@ -45,11 +45,9 @@ class Parallelism {
   // The layout of the optimizer's state in a word, for logs: "replicated". No collective.
   virtual std::string text() const = 0;
 
-  // Makes an optimizer for all trained parameters. `sharded`: divides its state over ranks where
-  // there is a choice; check_shardable() throws UsageError where there is none.
-  virtual std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                           bool sharded) = 0;
-  virtual void check_shardable() const = 0;  // no collective
+  // Makes an optimizer for all trained parameters.
+  virtual std::unique_ptr<optim::Optimizer> make_optimizer(
+      std::vector<optim::ParamGroup> groups) = 0;
 
   // Parameters are whole from here to the end of the backward that follows.
   virtual void before_forward() {}

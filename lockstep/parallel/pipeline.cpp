@@ -584,7 +584,8 @@ void PipelineImpl::sync_buffers() {
 }
 
 void PipelineImpl::verify_buffers() {
-  require_same(mesh_.world(), kPipeline, "buffer", "", model_.buffer_fingerprints());
+  require_same(mesh_.world(), {.component = kPipeline, .what = "this comparison"}, "buffer", "",
+               model_.buffer_fingerprints());
 }
 
 }  // namespace lockstep::parallel
@@ -613,16 +614,8 @@ std::string Pipeline::text() const {
                      parallel::slices_text(mesh()));
 }
 
-std::unique_ptr<optim::Optimizer> Pipeline::make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                           bool sharded) {
-  if (sharded) check_shardable();
+std::unique_ptr<optim::Optimizer> Pipeline::make_optimizer(std::vector<optim::ParamGroup> groups) {
   return parallel::make_fully_shard_optimizer(impl_->shards(), std::move(groups));
-}
-
-void Pipeline::check_shardable() const {
-  throw UsageError(parallel::kPipeline,
-                   "each stage has its optimizer's state, which is not divided further. Leave "
-                   "shard_optimizer out.");
 }
 
 std::vector<at::Tensor> Pipeline::run_window(const std::vector<Pass>& passes) {

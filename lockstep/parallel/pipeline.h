@@ -120,10 +120,8 @@ class Pipeline final : public Parallelism {
 
   const Mesh& mesh() const override;
   std::string text() const override;
-  // Each rank steps the parameters of its stages, by any rule. `sharded`: UsageError.
-  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                   bool sharded = false) override;
-  void check_shardable() const override;
+  // Each rank steps the parameters of its stages, by any rule.
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups) override;
   bool takes_windows() const override { return true; }
   // The passes of all ranks along "pipeline" are of the same samples. An output of a stage has the
   // same shape and type for all passes with the same Pass::sizes. A buffer that a forward has

@@ -49,7 +49,7 @@ struct Trained {
           const optim::Rule& rule = kAdamW)
       : net(std::move(model)),
         way(std::move(parallelism)),
-        optimizer(way->make_optimizer({{net->parameters(), rule}}, false)) {}
+        optimizer(way->make_optimizer({{net->parameters(), rule}})) {}
 
   // Two steps of `m` micro-batches. `empty`: on the first rank one of them has no targets.
   std::vector<double> train(int m, double max_grad_norm = 0, bool empty = false) {

@@ -35,6 +35,7 @@
 #include "lockstep/optim/optimizer.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/language_model_for_test.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
@@ -215,7 +216,7 @@ struct Trained {
           const optim::Rule& rule = kAdamW)
       : net(std::move(model)),
         parallelism(std::move(way)),
-        optimizer(parallelism->make_optimizer(groups(rule), false)),
+        optimizer(parallelism->make_optimizer(groups(rule))),
         micro_batches(micro_batches) {}
 
   std::vector<optim::ParamGroup> groups(const optim::Rule& rule) const {
@@ -526,7 +527,7 @@ TEST(Pipeline, LanguageModelsAndAdaptersTrainAsInOneProcess) {
         const auto one = make(tied, adapters), staged = make(tied, adapters);
         const auto pipeline = std::make_shared<Pipeline>(*staged, mesh, PipelineOptions{schedule});
         const auto train = [&](models::CausalLm& model, const std::shared_ptr<Parallelism>& way) {
-          const auto optimizer = way->make_optimizer({{trained(model), sgd}}, false);
+          const auto optimizer = way->make_optimizer({{trained(model), sgd}});
           std::vector<double> losses;
           for (int step = 0; step < 2; ++step) {
             losses.push_back(testing::run_texts(*way, model, 4 * step, 4));
@@ -581,7 +582,7 @@ TEST(PipelineFaults, WhatLooksAtAllGradientsIsRefused) {
     EXPECT_THAT(message_of<UsageError>([&] { run.parallelism->run_window({}); }),
                 HasSubstr("a window without micro-batches"));
     EXPECT_THAT(
-        message_of<UsageError>([&] { run.parallelism->make_optimizer(run.groups(kAdamW), true); }),
+        message_of<UsageError>([&] { parallelize(*run.net, mesh, {.shard_optimizer = true}); }),
         HasSubstr("Leave shard_optimizer out"));
     run.optimizer->step({.max_grad_norm = 1});  // which may look
     const auto held = run.parallelism->gathered();

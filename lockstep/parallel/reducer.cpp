@@ -19,7 +19,6 @@
 #include "lockstep/parallel/bucket_set.h"
 #include "lockstep/parallel/model_tensors.h"
 #include "lockstep/parallel/pass_state.h"
-#include "lockstep/parallel/reduce_strategy.h"
 #include "lockstep/parallel/replicas.h"
 
 namespace lockstep {
@@ -37,7 +36,6 @@ namespace parallel {
 //   PassEnd          the outermost backward has ended               on_backward_end
 //   ModelTensors     buffers are copied                             finalize
 class ReducerImpl final : public BackwardListener,
-                          public GradientStore,
                           public std::enable_shared_from_this<ReducerImpl> {
  public:
   ReducerImpl(World world, DdpOptions options)
@@ -47,23 +45,13 @@ class ReducerImpl final : public BackwardListener,
 
   void on_gradient(std::size_t parameter, const at::Tensor& arrived) override;
   at::Tensor free_slot(std::size_t parameter) override;
-  bool gradients_are_local() const override { return strategy_ != nullptr; }
+  bool gradients_are_local() const override { return false; }
   void on_watched_backward() override;
   void on_backward_end() override;
   void on_backward_abandoned() override;
   void on_outer_backward() override;
   // In a world of one, where no gradient is hooked: `output` says when backward begins.
   void watch_alone(const at::Tensor& output);
-
-  std::vector<GradientBucket> hand_over(ReduceStrategy& strategy) override;
-  void check_hand_over() const override;
-  void take_back() override;
-  StepTurn begin_step(bool has_inputs) override;
-  void end_step(bool has_inputs) override;
-  bool joining() const override { return join_.active(); }
-  void check_unchanged() const override { change_.check_unchanged("the optimizer was made"); }
-  void check_all_used() const override;
-  void check_own_memory() const override { model_.check_own_memory(); }
 
  private:
   friend class lockstep::Reducer;  // the handle of this one
@@ -73,7 +61,7 @@ class ReducerImpl final : public BackwardListener,
   void plan(const std::vector<std::size_t>& order);
   void plan_first();
   // Whether a pass that began now would exchange gradients.
-  bool synchronises() const { return no_sync_depth_ == 0 && strategy_ == nullptr; }
+  bool synchronises() const { return no_sync_depth_ == 0; }
   bool begin_pass();
   void start_pass();
   void check_recordable();
@@ -85,7 +73,6 @@ class ReducerImpl final : public BackwardListener,
   void launch(std::size_t index);
   void finalize();
   void count_pass() const;
-  void count_buckets() const;
   void count_update();
   void reduce_sparse(const std::vector<bool>& used);
   void rebuild_from_observed_order();
@@ -115,7 +102,6 @@ class ReducerImpl final : public BackwardListener,
   std::optional<ledger::Phase> phase_before_;  // the pass that runs
   BucketLimits limits_;
   CommHook hook_;
-  ReduceStrategy* strategy_ = nullptr;  // null: buckets are reduced in backward
 };
 
 namespace {
@@ -257,8 +243,6 @@ void ReducerImpl::start_pass() {
                       {.rank = world_.rank()});
     close_pass();
   }
-  // A pass that would not have synchronised is one of several before a step.
-  if (strategy_ != nullptr && no_sync_depth_ == 0) strategy_->on_backward();
   phase_before_ = ledger::set_phase(ledger::Phase::kBackward);
   ledger::add(ledger::Counter::kMicroBatches);
   pass_.begin(/*synchronised=*/synchronises());
@@ -266,7 +250,7 @@ void ReducerImpl::start_pass() {
   if (pass_.recorded) check_recordable();
   if (pass_.sync && join_.active()) join_.exchange(true);
   if (!pass_.sync) {
-    change_.look_at_known();  // new ones are refused by a pass that synchronises, or by step()
+    change_.look_at_known();  // new ones are refused by a pass that synchronises
   } else if (change_.look()) {
     refuse_change();
   }
@@ -390,7 +374,6 @@ void ReducerImpl::on_backward_end() {
   if (!pass_.sync) {
     if (hooks_.lost()) hooks_.install(weak_from_this(), change_.forms());
     close_pass();
-    if (strategy_ != nullptr && no_sync_depth_ == 0) strategy_->on_backward_end();
     return;
   }
   // Inside a node of another backward: a nested one that nobody announced has ended.
@@ -559,75 +542,6 @@ void ReducerImpl::shadow_pass() {
   }
 }
 
-// ---------------------------------------------------------------- with a strategy
-
-std::vector<GradientBucket> ReducerImpl::hand_over(ReduceStrategy& strategy) {
-  if (strategy_ != nullptr)
-    throw UsageError("ShardedOptimizer",
-                     "this model already has a ShardedOptimizer. One per model; use groups for "
-                     "different options.");
-  if (hook_)
-    throw UsageError("ShardedOptimizer",
-                     "this model has a communication hook, which would never run: gradients are "
-                     "reduced in step(). Leave the hook out, or use a replicated optimizer.");
-  if (join_.active())
-    throw UsageError("ShardedOptimizer",
-                     "it was made inside join(). Make it before, so that ranks that have run out "
-                     "know of it.");
-  check_hand_over();
-  // A world of one has no buckets yet; the strategy needs them all the same.
-  if (passive_) plan_first();
-  passive_ = false;
-  strategy_ = &strategy;
-  return buckets_.for_strategy();
-}
-
-void ReducerImpl::check_hand_over() const {
-  for (const auto& p : model_.parameters()) {
-    if (p.sparse)
-      throw UsageError("ShardedOptimizer",
-                       "parameter '{}' has sparse gradients, which are not summed in step(). Make "
-                       "the embedding dense, or use a replicated optimizer.",
-                       p.name);
-  }
-  change_.check_unchanged("the model was wrapped");
-  check_own_memory();
-}
-
-void ReducerImpl::take_back() {
-  strategy_ = nullptr;
-  pass_.drop_used();
-}
-
-StepTurn ReducerImpl::begin_step(bool has_inputs) {
-  // A rank without inputs has exchanged already, to learn that there is a step.
-  if (join_.active() && has_inputs) join_.exchange(true);
-  return {join_.divisor(), join_.root(), join_.active()};
-}
-
-void ReducerImpl::end_step(bool has_inputs) {
-  if (options_.broadcast_buffers) model_.broadcast_buffers(world_, join_.root());
-  pass_.drop_used();
-  ++pass_.step;
-  if (world_.size() == 1 || !has_inputs) return;
-  ledger::add(ledger::Counter::kSynchronisedPasses);
-  count_buckets();
-}
-
-void ReducerImpl::count_buckets() const {
-  ledger::add(ledger::Counter::kBuckets, buckets_.size());
-  for (std::size_t i = 0; i < buckets_.size(); ++i)
-    ledger::add(ledger::Counter::kReducedBytes, buckets_[i].flat.nbytes());
-}
-
-void ReducerImpl::check_all_used() const {
-  if (options_.find_unused_parameters || options_.static_graph) return;
-  std::vector<std::size_t> without;
-  for (std::size_t i = 0; i < model_.size(); ++i)
-    if (change_.trained(i) && !model_[i].tensor.grad().defined()) without.push_back(i);
-  if (!without.empty()) pass_.refuse_missing(world_.rank(), without);
-}
-
 }  // namespace parallel
 
 Reducer::Reducer(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers, World world,
@@ -642,12 +556,6 @@ void Reducer::set_sync(bool on) {
 }
 void Reducer::set_recording(bool on) {
   impl_->may_record_ = on;
-}
-parallel::GradientStore& Reducer::gradients() {
-  return *impl_;
-}
-bool Reducer::reduces_in_backward() const {
-  return impl_->strategy_ == nullptr;
 }
 std::uint64_t Reducer::layout() const {
   return impl_->layout_;
@@ -682,9 +590,7 @@ at::Tensor Reducer::watch(at::Tensor output) {
     return output;
   // A backward that reaches only new parameters runs none of our hooks: look for them here.
   // Whether they are synchronised is decided by the backward.
-  if (!impl_->options_.find_unused_parameters &&
-      !(impl_->strategy_ == nullptr && impl_->change_.look_for_new()))
-    return output;
+  if (!impl_->options_.find_unused_parameters && !impl_->change_.look_for_new()) return output;
   return parallel::HookSet::watch(output, impl_->weak_from_this());
 }
 
@@ -693,10 +599,6 @@ void Reducer::register_comm_hook(CommHook hook) {
     throw UsageError("reducer", "register_comm_hook was called during backward. Call it before.");
   if (impl_->hook_)
     throw UsageError("reducer", "a communication hook is already registered. One per model.");
-  if (impl_->strategy_ != nullptr)
-    throw UsageError("reducer",
-                     "this model's gradients are reduced by a ShardedOptimizer, in its step(), "
-                     "where no communication hook runs. Use a replicated optimizer with hooks.");
   impl_->hook_ = std::move(hook);
 }
 
@@ -708,16 +610,7 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
     parallel::JoinSession& session;
   } const end{impl_->join_};
   body();
-  while (impl_->join_.exchange(false)) {
-    if (impl_->strategy_ != nullptr) {
-      impl_->strategy_->idle_step();
-    } else {
-      impl_->shadow_pass();
-    }
-  }
-  // With a ShardedOptimizer parameters are equal after every step, or the same memory.
-  if (impl_->strategy_ != nullptr)
-    return impl_->model_.broadcast_buffers(impl_->world_, impl_->join_.root());
+  while (impl_->join_.exchange(false)) impl_->shadow_pass();
   impl_->model_.broadcast(impl_->world_, impl_->join_.root());
 }
 
@@ -727,11 +620,8 @@ void Reducer::verify_replicas() {
 }
 
 void Reducer::verify_parameters() {
-  parallel::Check check{.component = "ddp", .what = "verify_replicas()"};
-  // Memory that all ranks map is always equal, whoever wrote it.
-  if (impl_->strategy_ != nullptr)
-    check.refusal = parallel::refusal_of([&] { impl_->strategy_->check_written(); });
-  parallel::verify_same(impl_->world_, check, "parameter", impl_->model_.parameter_fingerprints());
+  parallel::verify_same(impl_->world_, {.component = "ddp", .what = "verify_replicas()"},
+                        "parameter", impl_->model_.parameter_fingerprints());
 }
 
 void Reducer::verify_buffers() {

@@ -30,9 +30,8 @@ class Module;
 namespace lockstep {
 
 namespace parallel {
-class GradientStore;
 class ReducerImpl;
-}  // namespace parallel
+}
 
 class Reducer {
  public:
@@ -58,10 +57,6 @@ class Reducer {
   // next synchronised backward does that.
   std::uint64_t layout() const;
   bool settled() const;
-
-  // For a strategy in place of this reducer (reduce_strategy.h).
-  parallel::GradientStore& gradients();
-  bool reduces_in_backward() const;
 
   const StepTiming& last_timing() const;
   std::size_t bucket_count() const;

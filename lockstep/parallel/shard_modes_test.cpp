@@ -43,7 +43,7 @@ at::Tensor drawn(at::IntArrayRef sizes, std::uint64_t seed) {
   return at::randn(sizes, random) * 0.4;
 }
 
-// Ten, seven and one rows, and a parameter without dimensions.
+// Ten, seven and one rows, and a parameter without dimensions. With kState each is rank 0's.
 struct LayerImpl : torch::nn::Module, nn::Block {
   LayerImpl() {
     up = register_module("up", torch::nn::Linear(kWidth, kInner));
@@ -134,6 +134,14 @@ struct Rank {
     const auto whole = model.gathered();
     return net.flat();
   }
+  void load(const at::Tensor& weights) {
+    const torch::NoGradGuard no_grad;
+    std::int64_t begin = 0;
+    for (at::Tensor p : net.parameters()) {
+      p.copy_(weights.narrow(0, begin, p.numel()).view(p.sizes()));
+      begin += p.numel();
+    }
+  }
   Net net;
   FullyShard model;
   std::unique_ptr<optim::Optimizer> optimizer;
@@ -204,8 +212,8 @@ class ShardModesTest : public ::testing::TestWithParam<Parameters> {
 
 // ---------------------------------------------------------------- training
 
-// A mode that averages in each pass has the bits of kAll, and one that averages once those of a
-// kAll that adds up first.
+// With kGradients training has the bits of kAll. With kState it has those of replicas, where sums
+// have one order: the last elements of a tensor are rounded otherwise than those of rows.
 TEST_P(ShardModesTest, EveryModeHasTheBitsOfTheOthers) {
   struct Case {
     optim::Rule rule;
@@ -224,7 +232,7 @@ TEST_P(ShardModesTest, EveryModeHasTheBitsOfTheOthers) {
       expect_same(
           train(mesh, rule, {.shard = Shard::kGradients, .reduce_every_backward = false}, max_norm),
           once);
-      expect_same(train(mesh, rule, {.shard = Shard::kState}, max_norm), once);
+      expect_close(train(mesh, rule, {.shard = Shard::kState}, max_norm).weights, once.weights);
       for (const double norm : once.norms) EXPECT_TRUE(max_norm == 0 || norm > max_norm);
     });
 }
@@ -241,6 +249,9 @@ TEST_P(ShardModesTest, EveryModeTrainsAsReplicas) {
           } else {
             expect_close(got.weights, expected.weights);
           }
+          const bool in_order = mesh["shard"].shares_memory() || mesh.world().size() <= 2;
+          if (shard == Shard::kState && in_order && mesh.size("data") == 1)
+            expect_same(got, expected);
           for (std::size_t i = 0; i < got.norms.size(); ++i)
             EXPECT_NEAR(got.norms[i], expected.norms[i], 1e-5 * std::abs(expected.norms[i]));
         }
@@ -252,7 +263,7 @@ TEST_P(ShardModesTest, AModuleWithoutBlocksIsOneUnit) {
     const Trained each = train(mesh, kAdamW, {}, 0.1, /*blocks=*/false);
     const Trained once = train(mesh, kAdamW, {.reduce_every_backward = false}, 0.1, false);
     expect_same(train(mesh, kAdamW, {.shard = Shard::kGradients}, 0.1, false), each);
-    expect_same(train(mesh, kAdamW, {.shard = Shard::kState}, 0.1, false), once);
+    expect_close(train(mesh, kAdamW, {.shard = Shard::kState}, 0.1, false).weights, once.weights);
     Rank rank(mesh, kAdamW, {.shard = Shard::kState}, /*blocks=*/false);
     EXPECT_EQ(rank.model.units(), std::vector<std::string>{""});
   });
@@ -308,7 +319,7 @@ TEST_P(ShardModesTest, EveryModeSkipsTheSameSteps) {
       EXPECT_TRUE(result.was_skipped());
       const at::Tensor weights = rank.weights().clone();
       if (!expected) expected = weights;
-      EXPECT_TENSOR_EQ(weights, *expected);
+      expect_close(weights, *expected);
     }
   });
 }
@@ -325,7 +336,7 @@ TEST_P(ShardModesTest, ASecondStepTakesTheSameGradients) {
       rank.optimizer->step();
       const at::Tensor weights = rank.weights().clone();
       if (!expected) expected = weights;
-      EXPECT_TENSOR_EQ(weights, *expected);
+      expect_close(weights, *expected);
     }
   });
 }
@@ -455,7 +466,7 @@ TEST_P(ShardModesTest, WeightsThatWereLoadedAreStepped) {
         rank.model.verify_parameters();
         const at::Tensor weights = rank.weights().clone();
         if (!expected) expected = weights;
-        EXPECT_TENSOR_EQ(weights, *expected);
+        expect_close(weights, *expected);
       }
   });
 }
@@ -490,6 +501,7 @@ TEST_P(ShardModesTest, AnotherOptimizerIsRefused) {
   on_ranks([](const Mesh& mesh) {
     for (const bool adam : {false, true}) {
       Rank rank(mesh, kAdamW, {.shard = Shard::kState});
+      const at::Tensor before = rank.net.flat().clone();
       std::unique_ptr<torch::optim::Optimizer> other;
       if (adam)
         other = std::make_unique<torch::optim::AdamW>(rank.net.trained(), 0.1);
@@ -509,6 +521,8 @@ TEST_P(ShardModesTest, AnotherOptimizerIsRefused) {
       EXPECT_THAT(turn(2), HasSubstr("is written between backward passes"));
       EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),
                   HasSubstr("was written between steps"));
+      mesh.world().barrier();
+      rank.load(before);
       rank.optimizer->sync_from_model();
       rank.step(3);
     }
@@ -552,25 +566,20 @@ TEST_P(ShardModesTest, StateContinuesInEveryMode) {
         const optim::TensorDict state = rank.optimizer->state_dict();
         if (first.empty()) first = state;
         ASSERT_EQ(state.size(), first.size());
-        for (const auto& [name, tensor] : first) EXPECT_TENSOR_EQ(state.at(name), tensor);
+        for (const auto& [name, tensor] : first) expect_close(state.at(name), tensor);
         const at::Tensor weights = rank.weights().clone();
         for (const FullyShardOptions& to : modes) {
           Rank next(mesh, rule, to);
           {
             const auto whole = next.model.gathered();
-            const torch::NoGradGuard no_grad;
-            std::int64_t begin = 0;
-            for (at::Tensor p : next.net.parameters()) {
-              p.copy_(weights.narrow(0, begin, p.numel()).view(p.sizes()));
-              begin += p.numel();
-            }
+            next.load(weights);
             next.optimizer->sync_from_model();
           }
           next.optimizer->load_state_dict(state);
           next.step(2);
           const at::Tensor got = next.weights().clone();
           if (!expected) expected = got;
-          EXPECT_TENSOR_EQ(got, *expected);
+          expect_close(got, *expected);
         }
       }
     });
@@ -585,7 +594,7 @@ TEST_P(ShardModesTest, LocalGradientsAreRefusedElsewhere) {
       Rank rank(mesh, kAdamW, {.shard = shard});
       rank.backward(0);
       EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(rank.net.trained(), 1); }),
-                  HasSubstr("or to FullyShard"));
+                  HasSubstr("belongs to FullyShard"));
       if (mesh.size("shard") > 1 || shard == Shard::kState) {  // or they are whole averages
         torch::nn::utils::clip_grad_norm_(rank.net.trained(), 1e-3);
         EXPECT_THAT(message_of<UsageError>([&] { rank.optimizer->step(); }),

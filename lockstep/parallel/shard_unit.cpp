@@ -237,7 +237,7 @@ bool share_rows(std::vector<ShardUnit>& units, World& shard) {
   return true;
 }
 
-void ShardUnit::keep() {
+void ShardUnit::keep(bool by_blocks) {
   if (stays_whole()) return;
   const at::NoGradGuard no_grad;
   if (shares_) {
@@ -251,12 +251,13 @@ void ShardUnit::keep() {
   for (Flat& flat : flats_) flat.shard = at::Tensor();
   for (ShardedParameter& p : parameters_) {
     nn::set_rows(p.tensor, nullptr);
-    if (shares_) continue;
-    const std::int64_t count = p.cut.count(shard_->rank());
-    const std::int64_t begin = p.rows->begin;
-    const at::Tensor whole = p.tensor.detach();
-    p.rows = c10::make_intrusive<nn::Rows>(alias_of(whole, begin, {count * p.cut.row_size}), begin);
-    p.shard = alias_of(whole, begin, sizes_of_rows(p.tensor, count));
+    if (by_blocks) p.cut = cut_blocks(p.tensor.numel(), shard_->size());
+    const std::int64_t rows = p.cut.count(shard_->rank()), count = rows * p.cut.row_size;
+    const std::int64_t begin = p.cut.begin(shard_->rank()) * p.cut.row_size;
+    const at::Tensor whole = shares_ ? p.shared : p.tensor.detach();
+    p.rows = c10::make_intrusive<nn::Rows>(alias_of(whole, begin, {count}), begin);
+    p.shard =
+        alias_of(whole, begin, by_blocks ? std::vector{count} : sizes_of_rows(p.tensor, rows));
     p.shard.set_requires_grad(p.tensor.requires_grad());
   }
 }

@@ -109,8 +109,9 @@ class ShardUnit {
   void offload();
   void share(const std::vector<at::Tensor>& places);
   // Parameters are whole from here on, as plain tensors, in memory of this rank's own or in that of
-  // share(). Collective where they were divided.
-  void keep();
+  // share(). `by_blocks`: a rank's rows are elements, flat, cut by cut_blocks(). Collective where
+  // they were divided.
+  void keep(bool by_blocks);
   // Call it before the first gather.
   void set_products(const std::vector<std::vector<at::Tensor>>& products);
   // This rank's rows of the products that fp8 covers; and the largest magnitudes of all ranks' rows

@@ -442,37 +442,27 @@ TEST(ShardUnits, WaitsAreBookedAsCommunication) {
   for (const testing::RankResult& rank : ranks) EXPECT_EQ(rank.exit_code, 0) << rank.output;
 }
 
-TEST(ShardedLayout, SharesCoverEveryElementOnceAndAreCutAtBlocks) {
-  const std::vector<std::vector<std::int64_t>> models{
-      {1}, {0, 5}, {kBlock * 10 + 3}, {7, kBlock * 3, 1, 1, 100'000, 64, kBlock - 1}};
-  for (const auto& sizes : models) {
-    for (const int shares : {1, 2, 3, 4, 7, 64}) {
-      const auto owned = cut_into_shares(sizes, shares);
-      ASSERT_EQ(owned.size(), static_cast<std::size_t>(shares));
-      std::vector<std::int64_t> reached(sizes.size(), 0);
-      for (const auto& share : owned) {
-        for (const Piece& piece : share) {
-          EXPECT_EQ(piece.begin, reached[piece.parameter]);
-          EXPECT_EQ(piece.begin % kBlock, 0);
-          EXPECT_GT(piece.count, 0);
-          reached[piece.parameter] += piece.count;
-        }
+TEST(ShardedLayout, BlocksCoverEveryElementOnceAndEvenly) {
+  constexpr std::int64_t kBlock = kernels::kNormBlock;
+  for (const std::int64_t elements :
+       {std::int64_t{0}, std::int64_t{1}, kBlock - 1, kBlock, 3 * kBlock + 5, 100 * kBlock})
+    for (const int ranks : {1, 2, 3, 4, 7, 64}) {
+      const RowCut cut = cut_blocks(elements, ranks);
+      EXPECT_EQ(cut.rows * cut.row_size, elements);
+      std::int64_t reached = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (cut.count(rank) == 0) continue;
+        EXPECT_EQ(cut.begin(rank), reached);
+        EXPECT_EQ(reached % kBlock, 0);
+        EXPECT_LE(cut.count(rank), elements / ranks + kBlock);
+        reached += cut.count(rank);
       }
-      EXPECT_EQ(reached, sizes);
+      EXPECT_EQ(reached, elements);
     }
-  }
 }
 
-TEST(ShardedLayout, SharesAreEven) {
-  const std::vector<std::int64_t> sizes{1'000'000, 1000, 1000, 500'000};
-  const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-  for (const int shares : {2, 3, 7}) {
-    for (const auto& share : cut_into_shares(sizes, shares)) {
-      std::int64_t count = 0;
-      for (const Piece& piece : share) count += piece.count;
-      EXPECT_NEAR(static_cast<double>(count), static_cast<double>(total) / shares, kBlock + 1000);
-    }
-  }
+TEST(ShardedLayout, WholeTensorsAreDealtByTheirCosts) {
+  EXPECT_EQ(deal_tensors({10, 0, 5, 5}, {8, 9, 4, 4}, 2), (std::vector{0, -1, 1, 1}));
 }
 
 TEST(ShardedLayout, OffsetsDoNotOverlap) {

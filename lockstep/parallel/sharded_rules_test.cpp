@@ -1,13 +1,16 @@
-// Rules beyond AdamW, Adam and SGD under the ShardedOptimizer: over elements, over whole tensors,
-// both in one model, and one that is not of this tree.
+// Rules beyond AdamW, Adam and SGD with Shard::kState: over elements, over whole tensors, both in
+// one model, and one that is not of this tree; and the files of such optimizers.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <functional>
 #include <sstream>
 
 #include "lockstep/comm/numbers.h"
 #include "lockstep/core/error.h"
+#include "lockstep/core/helpers_for_test.h"
+#include "lockstep/io/tensors.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/worlds.h"
@@ -69,34 +72,45 @@ std::vector<RuleCase> rule_cases() {
           {"a rule of one's own", all(TigerOptions{.lr = 0.01})}};
 }
 
-template <typename Optimizer>
-void train_steps(DistributedDataParallel<Net>& model, Optimizer& optimizer, int from, int to) {
+template <typename Optimizer, typename Backward>
+void train_steps(Net& net, World& world, Optimizer& optimizer, const Backward& backward, int from,
+                 int to) {
   for (int step = from; step < to; ++step) {
-    model(batch_of(model.world().rank(), step), true).square().mean().backward();
+    backward(net(batch_of(world.rank(), step), true).square().mean());
     optimizer.step({.max_grad_norm = 0.5, .skip_non_finite = true});
     optimizer.zero_grad();
     optimizer.set_lr(optimizer.lr() * 0.9);
   }
+}
+void train_steps(Sharded& sharded, int from, int to) {
+  train_steps(
+      sharded.net, sharded.model.mesh().world(), *sharded.optimizer,
+      [&](const at::Tensor& loss) { sharded.backward(loss); }, from, to);
+}
+// Replicas. The reducer's hooks average in any backward.
+void train_steps(DistributedDataParallel<Net>& model, optim::Optimizer& optimizer, int from,
+                 int to) {
+  train_steps(
+      model.module(), model.world(), optimizer, [&](const at::Tensor& loss) { loss.backward(); },
+      from, to);
 }
 
 class ShardedRules : public OverWorlds {};
 INSTANTIATE_TEST_SUITE_P(Worlds, ShardedRules, all_worlds(), show);
 
 TEST_P(ShardedRules, HaveTheBitsOfReplicatedOnesAndContinueFromEachOthersState) {
-  if (GetParam().backend == "gloo" && GetParam().size > 2)
-    GTEST_SKIP() << "the replicated step's all-reduce adds in gloo's own order";
   run([](World& world) {
     for (const RuleCase& what : rule_cases()) {
       SCOPED_TRACE(what.name);
       Net net = make_net(), plain = make_net(), resumed = make_net();
-      DistributedDataParallel<Net> model{net, world}, other{plain, world}, again{resumed, world};
-      ShardedOptimizer sharded(model, what.groups(net));
+      DistributedDataParallel<Net> other{plain, world};
+      Sharded sharded(world, what.groups(net), net);
       optim::ReplicatedOptimizer replicated(other, what.groups(plain));
-      train_steps(model, sharded, 0, 3);
+      train_steps(sharded, 0, 3);
       train_steps(other, replicated, 0, 3);
-      for (std::size_t i = 0; i < net->parameters().size(); ++i)
-        EXPECT_TENSOR_EQ(net->parameters()[i], plain->parameters()[i]);
-      const optim::TensorDict state = sharded.state_dict(), theirs = replicated.state_dict();
+      expect_equal_weights(net, plain);
+      const optim::TensorDict state = sharded.optimizer->state_dict(),
+                              theirs = replicated.state_dict();
       ASSERT_EQ(state.size(), theirs.size());
       for (const auto& [name, tensor] : theirs) {
         SCOPED_TRACE(name);
@@ -109,57 +123,93 @@ TEST_P(ShardedRules, HaveTheBitsOfReplicatedOnesAndContinueFromEachOthersState) 
         for (std::size_t i = 0; i < net->parameters().size(); ++i)
           resumed->parameters()[i].copy_(plain->parameters()[i]);
       }
-      ShardedOptimizer continued(again, what.groups(resumed));
-      continued.load_state_dict(theirs);
-      for (std::size_t g = 0; g < replicated.groups(); ++g) continued.set_lr(g, replicated.lr(g));
-      train_steps(again, continued, 3, 5);
+      Sharded continued(world, what.groups(resumed), resumed);
+      continued.optimizer->load_state_dict(theirs);
+      for (std::size_t g = 0; g < replicated.groups(); ++g)
+        continued.optimizer->set_lr(g, replicated.lr(g));
+      train_steps(continued, 3, 5);
       train_steps(other, replicated, 3, 5);
-      for (std::size_t i = 0; i < net->parameters().size(); ++i)
-        EXPECT_TENSOR_EQ(resumed->parameters()[i], plain->parameters()[i]);
+      expect_equal_weights(resumed, plain);
     }
   });
+}
+
+// As the sharded optimizers of releases 0.2 and 0.3 wrote it: whole tensors under
+// <parameter>.<state> and the number of steps, in float64, under <parameter>.step.
+TEST(ShardedFiles, ThoseOfEarlierReleasesLoad) {
+  const io::TemporaryDirectory folder;
+  optim::TensorDict written;
+  std::vector<io::TensorBytes> all;
+  for (const auto& item : make_net()->named_parameters()) {
+    const at::IntArrayRef sizes = item.value().sizes();
+    const at::Tensor values = at::linspace(0.1, 0.9, item.value().numel()).view(sizes);
+    written[item.key() + ".exp_avg"] = values - 0.5;
+    written[item.key() + ".exp_avg_sq"] = values;
+    written[item.key() + ".step"] = at::scalar_tensor(7, at::kDouble);
+  }
+  for (const auto& [name, tensor] : written) all.push_back(io::bytes_of_tensor(name, tensor));
+  {
+    io::AtomicDir dir(folder / "checkpoint");
+    dir.write("optimizer.safetensors", [&](io::FileWriter& file) { write_safetensors(file, all); });
+    dir.commit();
+  }
+  optim::TensorDict state;
+  const io::SafetensorsFile file(folder / "checkpoint/optimizer.safetensors");
+  for (const auto& entry : file.tensors()) state[entry.name] = io::tensor_of(file, entry);
+  for (const int ranks : {2, 3})
+    run_threads(ranks, [&](World& world) {
+      const optim::AdamWOptions adamw{.lr = 0.01};
+      Net plain = make_net();
+      DistributedDataParallel<Net> other{plain, world};
+      optim::ReplicatedOptimizer replicated(other, adamw);
+      Sharded sharded(world, adamw);
+      sharded.optimizer->load_state_dict(state);
+      replicated.load_state_dict(state);
+      const optim::TensorDict read = sharded.optimizer->state_dict();
+      ASSERT_EQ(read.size(), written.size());
+      for (const auto& [name, tensor] : written) EXPECT_TENSOR_EQ(read.at(name), tensor);
+      train_steps(sharded, 0, 2);
+      train_steps(other, replicated, 0, 2);
+      expect_equal_weights(sharded.net, plain);
+    });
 }
 
 TEST(ShardedWholeTensors, WholeTensorsAreSteppedByOneRankAndTheirStateExistsOnce) {
   run_threads(2, [](World& world) {
     Net net = make_net();
-    DistributedDataParallel<Net> model{net, world};
-    ShardedOptimizer optimizer(model, optim::muon_groups(*net, {}, {}));
-    train_steps(model, optimizer, 0, 1);
+    Sharded sharded(world, optim::muon_groups(*net, {}, {}), net);
+    train_steps(sharded, 0, 1);
     std::int64_t whole = 0;
     for (const auto& item : net->named_parameters())
       whole += item.value().numel() * (item.value().dim() == 2 ? 1 : 2);
-    const std::int64_t mine = optimizer.state_bytes() / static_cast<std::int64_t>(sizeof(float));
+    const std::int64_t mine =
+        sharded.optimizer->state_bytes() / static_cast<std::int64_t>(sizeof(float));
     EXPECT_EQ(all_reduce(world, static_cast<int>(mine)), whole);
     EXPECT_LT(mine, whole);
   });
 }
 
-TEST(ShardedWholeTensors, WhatARuleCannotStepIsRefusedOnEveryRankBeforeTheFirstStep) {
+TEST(ShardedWholeTensors, WhatARuleCannotStepIsRefusedOnEveryRank) {
   run_threads(2, [](World& world) {
-    Net net = make_net();
-    DistributedDataParallel<Net> model{net, world};
     const auto refusal = [](const auto& body) { return testing::message_of<UsageError>(body); };
-    EXPECT_THAT(refusal([&] { ShardedOptimizer(model, optim::MuonOptions{}); }),
+    EXPECT_THAT(refusal([&] { Sharded(world, optim::MuonOptions{}); }),
                 HasSubstr("is not a matrix"));
-    EXPECT_THAT(refusal([&] { optim::ReplicatedOptimizer(model, optim::MuonOptions{}); }),
-                HasSubstr("a parameter of shape [130] is not a matrix"));
-    ShardedOptimizer optimizer(model, optim::AdamWOptions{});
-    optimizer.options() = optim::LionOptions{};
-    model(batch_of(world.rank(), 0), true).sum().backward();
-    EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("has options of another optimizer"));
+    Sharded sharded(world, optim::AdamWOptions{});
+    sharded.optimizer->options() = optim::LionOptions{};
+    EXPECT_THAT(refusal([&] { sharded.step(0); }), HasSubstr("has options of another optimizer"));
   });
 }
 
 // torch's schedulers know both by their base class, and so does a loop written for torch::optim.
 TEST(OneOptimizer, TorchsSchedulersAndLoopsDriveReplicatedAndShardedOnes) {
-  const auto train = [](auto& model, torch::optim::Optimizer& optimizer) {
+  const auto train = [](Net& net, World& world, torch::optim::Optimizer& optimizer,
+                        const std::function<void(const at::Tensor&)>& backward) {
     torch::optim::StepLR schedule(optimizer, /*step_size=*/2, /*gamma=*/0.5);
     for (int step = 0; step < 5; ++step) {
       const at::Tensor loss = optimizer.step([&] {
         optimizer.zero_grad();
-        at::Tensor value = model(batch_of(model.world().rank(), step), true).square().mean();
-        value.backward();
+        at::Tensor value = net(batch_of(world.rank(), step), true).square().mean();
+        backward(value);
         return value;
       });
       EXPECT_GT(loss.item<double>(), 0);
@@ -167,24 +217,24 @@ TEST(OneOptimizer, TorchsSchedulersAndLoopsDriveReplicatedAndShardedOnes) {
     }
     return optimizer.param_groups()[0].options().get_lr();
   };
+  const auto walk = [](const at::Tensor& loss) { loss.backward(); };
   run_threads(2, [&](World& world) {
-    Net net = make_net(), plain = make_net(), third = make_net();
-    DistributedDataParallel<Net> model{net, world}, other{plain, world}, listed{third, world};
-    ShardedOptimizer sharded(model, optim::LionOptions{.lr = 0.01});
+    Net plain = make_net(), third = make_net();
+    DistributedDataParallel<Net> other{plain, world}, listed{third, world};
+    Sharded sharded(world, optim::LionOptions{.lr = 0.01});
     optim::Lion replicated{other, {.lr = 0.01}}, of_list{listed.parameters(), {.lr = 0.01}};
-    const double lr = train(model, sharded);
+    const double lr = train(sharded.net, world, *sharded.optimizer,
+                            [&](const at::Tensor& loss) { sharded.backward(loss); });
     EXPECT_LT(lr, 0.01);
-    EXPECT_EQ(sharded.lr(), lr);
-    EXPECT_EQ(train(other, replicated), lr);
-    EXPECT_EQ(train(listed, of_list), lr);
+    EXPECT_EQ(sharded.optimizer->lr(), lr);
+    EXPECT_EQ(train(plain, world, replicated, walk), lr);
+    EXPECT_EQ(train(third, world, of_list, walk), lr);
     EXPECT_EQ(replicated.options().lr, lr);
-    for (std::size_t i = 0; i < net->parameters().size(); ++i) {
-      EXPECT_TENSOR_EQ(net->parameters()[i], plain->parameters()[i]);
-      EXPECT_TENSOR_EQ(third->parameters()[i], plain->parameters()[i]);
-    }
+    expect_equal_weights(sharded.net, plain);
+    expect_equal_weights(third, plain);
     of_list.name_parameters(third->named_parameters().pairs());
     replicated.load_state_dict(of_list.state_dict());
-    of_list.load_state_dict(sharded.state_dict());
+    of_list.load_state_dict(sharded.optimizer->state_dict());
     const optim::TensorDict one = replicated.state_dict(), other_one = of_list.state_dict();
     ASSERT_EQ(one.size(), other_one.size());
     for (const auto& [name, tensor] : one) EXPECT_TENSOR_EQ(tensor, other_one.at(name));
@@ -194,31 +244,28 @@ TEST(OneOptimizer, TorchsSchedulersAndLoopsDriveReplicatedAndShardedOnes) {
 // Functions of the base class that a divided state does not have say so, on every rank.
 TEST(OneOptimizer, AShardedOneRefusesWhatOnlyAReplicatedOneCanDo) {
   run_threads(2, [](World& world) {
-    Net net = make_net();
-    DistributedDataParallel<Net> model{net, world};
-    ShardedOptimizer optimizer(model, optim::AdamWOptions{});
+    Sharded sharded(world, optim::AdamWOptions{});
+    optim::Optimizer& optimizer = *sharded.optimizer;
     const auto refusal = [](const auto& body) { return testing::message_of<UsageError>(body); };
     std::stringstream file;
     EXPECT_THAT(refusal([&] { torch::save(optimizer, file); }), HasSubstr("Use state_dict()"));
     optim::GradScaler scaler{world};
-    scaler.scale(model(batch_of(world.rank(), 0), true).sum()).backward();
+    sharded.backward(scaler.scale(sharded.net(batch_of(world.rank(), 0), true).sum()));
     EXPECT_THAT(refusal([&] { scaler.step(optimizer); }), HasSubstr("step({.max_grad_norm"));
     optimizer.step({.scaler = &scaler});
-    optimizer.zero_grad();
     const at::Tensor more = at::ones({2}).set_requires_grad(true);
     const auto group = optim::AdamW::group({more}, {});
     EXPECT_THAT(refusal([&] { optimizer.add_param_group(group); }),
                 HasSubstr("Make a new optimizer with all groups"));
     torch::optim::Optimizer& base = optimizer;  // whose function is not virtual
     if (world.rank() == 1) base.add_param_group(group);
-    model(batch_of(world.rank(), 1), true).sum().backward();
-    EXPECT_THAT(refusal([&] { optimizer.step(); }), HasSubstr("some were added or removed"));
+    EXPECT_THAT(refusal([&] { sharded.step(1); }), HasSubstr("some were added or removed"));
   });
 }
 
 // Replicated and sharded the same: what is switched off stays, and what is switched on is made.
 TEST(ShardedWholeTensors, StateFollowsOptionsThatChange) {
-  const auto switches = [](auto& model, auto& optimizer) {
+  const auto switches = [](optim::Optimizer& optimizer, const auto& train) {
     const auto set = [&](double momentum, double beta1) {
       optimizer.options(0).template as<optim::SGDOptions>().momentum = momentum;
       optimizer.options(1).template as<optim::AdafactorOptions>().beta1 = beta1;
@@ -227,7 +274,7 @@ TEST(ShardedWholeTensors, StateFollowsOptionsThatChange) {
     for (const auto& [momentum, beta1] :
          {std::pair{0.9, 0.0}, {0.0, 0.9}, {0.9, 0.0}, {0.9, 0.9}}) {
       set(momentum, beta1);
-      train_steps(model, optimizer, step, step + 2);
+      train(step, step + 2);
       step += 2;
     }
   };
@@ -238,14 +285,13 @@ TEST(ShardedWholeTensors, StateFollowsOptionsThatChange) {
                     {net->spare->parameters(), optim::AdamOptions{}}};
     };
     Net net = make_net(), plain = make_net();
-    DistributedDataParallel<Net> model{net, world}, other{plain, world};
-    ShardedOptimizer sharded(model, groups(net));
+    DistributedDataParallel<Net> other{plain, world};
+    Sharded sharded(world, groups(net), net);
     optim::ReplicatedOptimizer replicated(other, groups(plain));
-    switches(model, sharded);
-    switches(other, replicated);
-    for (std::size_t i = 0; i < net->parameters().size(); ++i)
-      EXPECT_TENSOR_EQ(net->parameters()[i], plain->parameters()[i]);
-    replicated.load_state_dict(sharded.state_dict());
+    switches(*sharded.optimizer, [&](int from, int to) { train_steps(sharded, from, to); });
+    switches(replicated, [&](int from, int to) { train_steps(other, replicated, from, to); });
+    expect_equal_weights(net, plain);
+    replicated.load_state_dict(sharded.optimizer->state_dict());
   });
 }
 

@@ -9,38 +9,14 @@
 #include <utility>
 
 #include "lockstep/core/error.h"
+#include "lockstep/kernels/step.h"
 #include "lockstep/nn/fp8.h"
 
 namespace lockstep::parallel {
 
-std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>& sizes,
-                                                int shares) {
-  const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-  std::vector<std::vector<Piece>> owned(static_cast<std::size_t>(shares));
-  std::int64_t passed = 0;  // elements of earlier pieces
-  std::int64_t share = 0;
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
-    for (std::int64_t begin = 0; begin < sizes[i];) {
-      // Where this share ought to end; a cut may come a little later, at the next block.
-      std::int64_t goal = total * (share + 1) / shares;
-      while (passed >= goal && share + 1 < shares) {
-        ++share;
-        goal = total * (share + 1) / shares;
-      }
-      const std::int64_t left = sizes[i] - begin;
-      const std::int64_t wanted = (goal - passed + kBlock - 1) / kBlock * kBlock;
-      const std::int64_t count = share + 1 == shares ? left : std::min(left, wanted);
-      owned[static_cast<std::size_t>(share)].push_back({i, begin, count});
-      begin += count;
-      passed += count;
-    }
-  }
-  return owned;
-}
-
-std::vector<std::vector<Piece>> deal_tensors(const std::vector<std::int64_t>& sizes,
-                                             const std::vector<double>& costs, int shares) {
-  std::vector<std::vector<Piece>> owned(static_cast<std::size_t>(shares));
+std::vector<int> deal_tensors(const std::vector<std::int64_t>& sizes,
+                              const std::vector<double>& costs, int shares) {
+  std::vector<int> owners(sizes.size(), -1);
   std::vector<double> spent(static_cast<std::size_t>(shares), 0);
   std::vector<std::size_t> order(sizes.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
@@ -49,10 +25,10 @@ std::vector<std::vector<Piece>> deal_tensors(const std::vector<std::int64_t>& si
   for (const std::size_t i : order) {
     if (sizes[i] == 0) continue;
     const auto least = std::min_element(spent.begin(), spent.end());
-    owned[static_cast<std::size_t>(least - spent.begin())].push_back({i, 0, sizes[i]});
+    owners[i] = static_cast<int>(least - spent.begin());
     *least += costs[i];
   }
-  return owned;
+  return owners;
 }
 
 PartOffsets spread_over_parts(const std::vector<std::int64_t>& sizes, int parts) {
@@ -86,6 +62,14 @@ RowCut cut_rows(at::IntArrayRef sizes, int ranks) {
   for (std::size_t i = 1; i < sizes.size(); ++i) cut.row_size *= sizes[i];
   cut.chunk = (cut.rows + ranks - 1) / ranks;
   return cut;
+}
+
+RowCut cut_blocks(std::int64_t elements, int ranks) {
+  constexpr std::int64_t kBlock = kernels::kNormBlock;
+  const std::int64_t blocks = (elements + kBlock - 1) / kBlock;
+  return {.rows = elements,
+          .row_size = 1,
+          .chunk = std::min(elements, (blocks + ranks - 1) / ranks * kBlock)};
 }
 
 namespace {
@@ -174,13 +158,12 @@ void own_memory(at::Tensor tensor) {
   tensor.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
 }
 
-void require_same(World& world, const std::string& component, const std::string& kind,
+void require_same(World& world, const Check& check, const std::string& kind,
                   const std::string& where, const Fingerprints& fingerprints) {
-  const auto difference =
-      find_difference(world, {.component = component, .what = "this comparison"}, fingerprints);
+  const auto difference = find_difference(world, check, fingerprints);
   if (!difference) return;
   throw CommError(
-      component,
+      check.component,
       fmt::format(
           "copies differ: {} '{}' on {}{} is not what it is on rank 0. Something changed it "
           "outside the optimizer's step, or ranks took different steps. Change it on every "

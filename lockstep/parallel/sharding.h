@@ -1,7 +1,7 @@
 // Divides a model's parameters over ranks: the owner of each element, the exchange of rows, and the
 // coordination of one step. Internal.
 //
-//   auto owned = cut_into_shares(sizes, world.size());     // owned[rank]: pieces of parameters
+//   const std::vector<int> owners = deal_tensors(sizes, costs, ranks);
 //   const RowCut cut = cut_rows(parameter.sizes(), ranks);
 //   return step_divided(this, options, {.norm = ..., .scale = ..., .step = ...});
 //
@@ -21,25 +21,11 @@
 
 namespace lockstep::parallel {
 
-// Elements [begin, begin + count) of a parameter.
-struct Piece {
-  std::size_t parameter = 0;
-  std::int64_t begin = 0;
-  std::int64_t count = 0;
-  bool operator==(const Piece&) const = default;
-};
-
-inline constexpr std::int64_t kBlock = 4096;
-
-// The parameters' elements, in order, in `shares` runs that differ by at most kBlock elements. A
-// parameter is cut only at multiples of kBlock from its start, so that norms and results do not
-// depend on the number of ranks.
-std::vector<std::vector<Piece>> cut_into_shares(const std::vector<std::int64_t>& sizes, int shares);
-
-// Whole parameters, for rules that need them (Muon's matrices), so that every share costs about the
-// same: the most expensive first, each to the share that has the least so far.
-std::vector<std::vector<Piece>> deal_tensors(const std::vector<std::int64_t>& sizes,
-                                             const std::vector<double>& costs, int shares);
+// The share that has each whole parameter, for rules that need them (Muon's matrices), so that all
+// shares cost about the same: the most expensive first, each to the share with the least so far.
+// -1: none, because it has no elements.
+std::vector<int> deal_tensors(const std::vector<std::int64_t>& sizes,
+                              const std::vector<double>& costs, int shares);
 
 // The position of each of `sizes`: a rank's part and an offset in it.
 struct PartOffset {
@@ -63,6 +49,9 @@ struct RowCut {
   std::int64_t count(int rank) const;
 };
 RowCut cut_rows(at::IntArrayRef sizes, int ranks);
+// Of elements, at multiples of a norm's block (kernels::kNormBlock), so that norms and the bits of
+// a step do not depend on the number of ranks. A smaller parameter is the first rank's.
+RowCut cut_blocks(std::int64_t elements, int ranks);
 
 // Copies between a whole parameter and `parts`, whose row r has the padded rows of rank r.
 void copy_to_parts(const RowCut& cut, const at::Tensor& whole, const at::Tensor& parts);
@@ -105,10 +94,10 @@ class Packing {
 // storage to be replaced. No graph may hold the parameter yet.
 void own_memory(at::Tensor tensor);
 
-// Throws CommError where a tensor is not the same on all ranks of `world`. `where` follows the
-// ranks in the message: " along 'data'".
+// Throws CommError where a tensor is not the same on all ranks of `world`, and UsageError on every
+// rank where one refuses. `where` follows the ranks in the message: " along 'data'".
 // Collective.
-void require_same(World& world, const std::string& component, const std::string& kind,
+void require_same(World& world, const Check& check, const std::string& kind,
                   const std::string& where, const Fingerprints& fingerprints);
 
 // The callbacks of a step whose gradients are divided over ranks.

@@ -29,12 +29,11 @@ bool SharedGradients::lay_out() {
   auto order = reverse_order(model_.size());
   std::erase_if(order, [&](std::size_t i) { return !forms[i].requires_grad; });
   buckets_.lay_out(forms, order, {.first_cap_bytes = kUnlimited, .cap_bytes = kUnlimited});
-  memory_ = buckets_.for_strategy();
-  if (std::ranges::any_of(memory_, [](const auto& bucket) { return bucket.parts.empty(); }))
-    return false;
   places_.assign(model_.size(), {});
-  for (std::size_t b = 0; b < memory_.size(); ++b)
-    for (const GradientSlot& slot : memory_[b].slots) places_[slot.index] = {b, slot.offset};
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    if (buckets_[b].parts.empty()) return false;
+    for (const Slot& slot : buckets_[b].slots) places_[slot.parameter] = {b, slot.offset};
+  }
   hooks_.install(weak_from_this(), forms);
   return true;
 }
@@ -114,7 +113,7 @@ std::vector<at::Tensor> SharedGradients::parts(std::size_t parameter, std::int64
                                                std::int64_t count) const {
   const Place& place = places_[parameter];
   std::vector<at::Tensor> parts;
-  for (const at::Tensor& part : memory_[place.bucket].parts)
+  for (const at::Tensor& part : buckets_[place.bucket].parts)
     parts.push_back(part.narrow(0, place.offset + begin, count));
   return parts;
 }

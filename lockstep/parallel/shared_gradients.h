@@ -70,7 +70,6 @@ class SharedGradients final : public BackwardListener,
   BucketSet buckets_{world_, model_, /*views=*/true};
   HookSet hooks_{model_, /*in_place=*/true};
   std::mutex mutex_;
-  std::vector<GradientBucket> memory_;
   // Where a parameter's gradient lies; kNoBucket: nowhere, because it was frozen.
   struct Place {
     std::size_t bucket = kNoBucket;

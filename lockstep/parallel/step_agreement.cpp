@@ -71,10 +71,6 @@ std::vector<double> StepAgreement::numbers() {
   return numbers;
 }
 
-void StepAgreement::take(const double* numbers) {
-  each_setting([&](std::string_view, int, double& number) { number = *numbers++; });
-}
-
 // A line for each setting; the kinds of options come before their numbers.
 std::string StepAgreement::show() {
   std::string text = fmt::format("groups: {}\n", optimizer_.groups());
@@ -105,20 +101,16 @@ void StepAgreement::agree_on_making(const std::exception_ptr& refusal,
                     show() + parameters);
 }
 
-at::Tensor StepAgreement::refusal_message(std::int64_t flags) {
-  const at::Tensor message = at::zeros({kHead + flags}, at::kByte);
-  *message.mutable_data_ptr<std::uint8_t>() = 1;
-  return message;
-}
-
-at::Tensor StepAgreement::exchange(const Check& check, const at::Tensor& flags) {
-  const at::Tensor message = refusal_message(flags.numel());
+at::Tensor StepAgreement::exchange(const Check& check, const at::Tensor& flags,
+                                   const Details& details) {
+  const at::Tensor message = at::zeros({kHead + flags.numel()}, at::kByte);
   auto* const refused = message.mutable_data_ptr<std::uint8_t>();
   auto* const hashes = refused + 1;
+  *refused = check.refusal ? 1 : 0;
   if (!check.refusal) {
-    *refused = 0;
     const std::vector<double> mine = numbers();
-    const std::uint64_t hash = fingerprint(mine.data(), mine.size() * sizeof(double));
+    const std::uint64_t hash =
+        31 * fingerprint(mine.data(), mine.size() * sizeof(double)) + details.print;
     for (std::int64_t i = 0; i < kHash; ++i) {
       hashes[i] = static_cast<std::uint8_t>(hash >> (8 * i));
       hashes[kHash + i] = static_cast<std::uint8_t>(~hashes[i]);
@@ -132,7 +124,8 @@ at::Tensor StepAgreement::exchange(const Check& check, const at::Tensor& flags) 
   if (*refused != 0) refuse_together(world_, check);
   // The greatest of the complements is the complement of the least.
   for (std::int64_t i = 0; i < kHash; ++i)
-    if (hashes[i] + hashes[kHash + i] != 255) refuse_difference(check, show());
+    if (hashes[i] + hashes[kHash + i] != 255)
+      refuse_difference(check, show() + (details.text ? details.text() : ""));
   return message.narrow(0, kHead, flags.numel());
 }
 

@@ -6,7 +6,7 @@
 //   StepAgreement agreement(world, optimizer, "fully_shard");
 //   agreement.settings = StepSettings::of(options);
 //   at::Tensor used = ...;     // kByte
-//   used = agreement.exchange({.component = ..., .what = "this step", .refusal = mine}, used);
+//   used = agreement.exchange({.component = ..., .what = "this step", .refusal = mine}, used, {});
 //
 // Internal. For the thread that trains; the optimizer outlives this.
 #pragma once
@@ -47,22 +47,24 @@ class StepAgreement {
 
   StepSettings settings;
 
-  // Every setting, of the step and of each group's options, in one order on all ranks, and after
-  // them the kinds of options.
-  std::vector<double> numbers();
-  void take(const double* numbers);
   // For the making of the optimizer, with a line for each parameter. UsageError on every rank where
   // one refuses, or where they differ. Collective.
   void agree_on_making(const std::exception_ptr& refusal, const std::string& parameters);
+  // What else must be equal: its fingerprint, and a line for each part of it.
+  struct Details {
+    std::uint64_t print = 0;
+    std::function<std::string()> text;
+  };
   // For a step: the maximum of each flag over ranks, by one all-reduce where all ranks agree.
   // UsageError on every rank where they do not. Collective.
-  at::Tensor exchange(const Check& check, const at::Tensor& flags);
-  // What a rank that refuses sends in exchange().
-  static at::Tensor refusal_message(std::int64_t flags);
+  at::Tensor exchange(const Check& check, const at::Tensor& flags, const Details& details);
 
  private:
   using Visit = std::function<void(std::string_view name, int group, double& number)>;
   void each_setting(const Visit& visit);
+  // Every setting, of the step and of each group's options, in one order on all ranks, and after
+  // them the kinds of options.
+  std::vector<double> numbers();
   std::string show();
   void refuse_difference(const Check& check, const std::string& text);
 

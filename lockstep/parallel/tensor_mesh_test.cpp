@@ -55,7 +55,7 @@ struct Trained {
   Trained(models::CausalLmPtr model, std::shared_ptr<Parallelism> how, const optim::Rule& rule)
       : net(std::move(model)),
         way(std::move(how)),
-        optimizer(way->make_optimizer({{net->parameters(), rule}}, false)) {}
+        optimizer(way->make_optimizer({{net->parameters(), rule}})) {}
 
   Parallelism::Pass pass(int k) {
     const data::Batch batch = text_batch(k, way->mesh().batch().rank());
@@ -780,11 +780,11 @@ TEST(TensorMesh, RefusesWhatIsNotForSlices) {
               EXPECT_THAT(message_of<UsageError>([&] { parallelize(plain, mesh); }),
                           HasSubstr("cannot be divided into slices. Derive it from nn::Sliced"));
               Trained run = divided(mesh, /*tied=*/false);
-              EXPECT_THAT(message_of<UsageError>([&] {
-                            run.way->make_optimizer({{run.net->parameters(), optim::MuonOptions{}}},
-                                                    false);
-                          }),
-                          HasSubstr("Muon steps whole matrices"));
+              EXPECT_THAT(
+                  message_of<UsageError>([&] {
+                    run.way->make_optimizer({{run.net->parameters(), optim::MuonOptions{}}});
+                  }),
+                  HasSubstr("Muon steps whole matrices"));
               EXPECT_THAT(
                   message_of<UsageError>([&] { optim::clip_grad_norm_(run.net->parameters(), 1); }),
                   HasSubstr("clip_grad_norm_"));

@@ -98,12 +98,13 @@ class TensorParallelImpl : public std::enable_shared_from_this<TensorParallelImp
     for (const SlicedParameter& p : slices_->parameters())
       if (!p.cut) same.add(p.name, p.tensor.detach());
     if (slices_->line().size() > 1)
-      require_same(slices_->line(), kTensorParallel, "parameter", " along 'tensor'", same);
+      require_same(slices_->line(), {.component = kTensorParallel, .what = "this comparison"},
+                   "parameter", " along 'tensor'", same);
   }
 
   void verify_buffers() {
-    require_same(mesh_.world(), kTensorParallel, "buffer", "",
-                 slices_->model().buffer_fingerprints());
+    require_same(mesh_.world(), {.component = kTensorParallel, .what = "this comparison"}, "buffer",
+                 "", slices_->model().buffer_fingerprints());
   }
 
   // While it is set, gradients are what the functions of lockstep/optim may use.
@@ -351,15 +352,8 @@ std::string TensorParallel::text() const {
 }
 
 std::unique_ptr<optim::Optimizer> TensorParallel::make_optimizer(
-    std::vector<optim::ParamGroup> groups, bool sharded) {
-  if (sharded) check_shardable();
+    std::vector<optim::ParamGroup> groups) {
   return std::make_unique<parallel::TensorParallelOptimizer>(impl_, std::move(groups));
-}
-
-void TensorParallel::check_shardable() const {
-  throw UsageError(parallel::kTensorParallel,
-                   "each rank has the optimizer's state of its slices, which is not divided "
-                   "further. Leave shard_optimizer out.");
 }
 
 void TensorParallel::before_forward() {

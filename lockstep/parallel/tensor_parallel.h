@@ -53,11 +53,8 @@ class TensorParallel final : public Parallelism {
 
   const Mesh& mesh() const override;
   std::string text() const override;
-  // Each rank steps its slices: UsageError for a rule that needs whole matrices. `sharded`:
-  // UsageError.
-  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                   bool sharded = false) override;
-  void check_shardable() const override;
+  // Each rank steps its slices: UsageError for a rule that needs whole matrices.
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups) override;
   // Parameters are slices from here on. Where gathered() is held and nothing is to be trained
   // (torch::NoGradGuard), they stay whole. No collective.
   void before_forward() override;

@@ -28,6 +28,7 @@
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/language_model_for_test.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/testing/worlds.h"
 
 namespace lockstep {
@@ -120,7 +121,7 @@ struct Trained {
   Trained(CausalLmPtr model, std::shared_ptr<Parallelism> how, const optim::Rule& rule)
       : net(std::move(model)),
         parallelism(std::move(how)),
-        optimizer(parallelism->make_optimizer({{net->parameters(), rule}}, false)) {}
+        optimizer(parallelism->make_optimizer({{net->parameters(), rule}})) {}
 
   void backward(const Batch& batch, bool last = true) {
     parallelism->before_forward();
@@ -568,10 +569,11 @@ TEST(TensorParallel, RefusesWhatIsNotForSlices) {
   run_threads(2, [&](World& world) {
     Trained run = sliced(config, tensor_mesh(world), optim::SGDOptions{});
     const optim::SGDOptions sgd{};
+    EXPECT_THAT(
+        message_of<UsageError>([&] { run.parallelism->make_optimizer({{{at::zeros({2})}, sgd}}); }),
+        HasSubstr("1 of 1 parameters in the groups are not the model's"));
     EXPECT_THAT(message_of<UsageError>(
-                    [&] { run.parallelism->make_optimizer({{{at::zeros({2})}, sgd}}, false); }),
-                HasSubstr("1 of 1 parameters in the groups are not the model's"));
-    EXPECT_THAT(message_of<UsageError>([&] { run.parallelism->check_shardable(); }),
+                    [&] { parallelize(*run.net, tensor_mesh(world), {.shard_optimizer = true}); }),
                 HasSubstr("Leave shard_optimizer out"));
   });
 }

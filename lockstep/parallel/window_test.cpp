@@ -17,7 +17,7 @@
 #include "lockstep/optim/ema.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/sync_batch_norm.h"
 #include "lockstep/testing/worlds.h"
 
@@ -407,30 +407,41 @@ TEST(Window, ScaledLossesGiveTheSameGradients) {
   });
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(bool share, auto& model,
-                                                 const optim::Rule& options) {
-  if (share) return std::make_unique<ShardedOptimizer>(model, options);
-  return std::make_unique<optim::ReplicatedOptimizer>(model, options);
-}
+// Replicas, or ranks that divide the optimizer's state.
+struct Ranks {
+  Ranks(World& world, bool share, const optim::Rule& rule)
+      : model(parallelize(*net, world, {.shard_optimizer = share})),
+        optimizer(model->make_optimizer({{net->parameters(), rule}})) {}
+  void backward(const Batch& micro, const at::Tensor& weight, bool last) {
+    model->before_forward();
+    const at::Tensor loss = loss_of(net(micro.data), micro.target);
+    model->backward(model->watch(loss) * weight, last);
+  }
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> result;
+    for (const auto& p : net->parameters()) result.push_back(p.detach().clone());
+    return result;
+  }
+  Net net = make_net();
+  std::shared_ptr<Parallelism> model;
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
 
 // Windows whose samples are not as many everywhere, too: 3 + 1 and 3 + 2.
 TEST(Window, HasTheSameBitsWithAShardedOptimizer) {
   run_shm(2, [](World& world) {
     const auto train = [&](bool share) {
-      DistributedDataParallel model{make_net(), world};
-      const auto optimizer = make_optimizer(share, model, optim::SGDOptions{.lr = 0.5});
+      Ranks ranks(world, share, optim::SGDOptions{.lr = 0.5});
+      EXPECT_EQ(ranks.model->text(), share ? "state sharded over 2 ranks" : "replicated");
       for (int step = 0; step < 3; ++step) {
         const std::int64_t begin = step * 8 + world.rank() * 4;
-        run_window(
-            model, world,
-            Window({samples(begin, 3, false), samples(begin, 1 + world.rank(), false)}, world),
-            loss_of);
-        optimizer->step({.max_grad_norm = 0.25});
-        optimizer->zero_grad();
+        const Window window({samples(begin, 3, false), samples(begin, 1 + world.rank(), false)},
+                            world);
+        for (const auto& micro : window) ranks.backward(micro, micro.weight, micro.last);
+        ranks.optimizer->step({.max_grad_norm = 0.25});
+        ranks.optimizer->zero_grad();
       }
-      std::vector<at::Tensor> result;
-      for (const auto& p : model.parameters()) result.push_back(p.detach().clone());
-      return result;
+      return ranks.parameters();
     };
     const auto replicated = train(false), shared = train(true);
     for (std::size_t i = 0; i < shared.size(); ++i) EXPECT_TENSOR_EQ(shared[i], replicated[i]);
@@ -548,20 +559,19 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 
 // Five steps, of which one has infinite gradients on rank 1 alone.
 TrainedWith train_with(World& world, bool share, const optim::TensorDict* from = nullptr) {
-  DistributedDataParallel model{make_net(), world};
-  const auto optimizer =
-      make_optimizer(share, model, optim::AdamWOptions{.lr = 0.5, .weight_decay = 0.125});
+  Ranks ranks(world, share, optim::AdamWOptions{.lr = 0.5, .weight_decay = 0.125});
+  optim::Optimizer* const optimizer = ranks.optimizer.get();
   EXPECT_EQ(optimizer->groups(), 1u);
   EXPECT_EQ(optimizer->lr(0), 0.5);
   if (from != nullptr) optimizer->load_state_dict(*from);
-  optim::Ema ema{*model.module()};
+  optim::Ema ema{*ranks.net};
   optim::GradScaler scaler{world, {.init_scale = 1024, .growth_interval = 2}};
   TrainedWith run;
   for (int step = 0; step < 5; ++step) {
     optimizer->set_lr(0, 0.25 / (step + 1));
     const Batch micro = samples(step * 8 + world.rank() * 4, 4, false);
     const double by = step == 1 && world.rank() == 1 ? kInf : 1;
-    scaler.scale(loss_of(model(micro.data), micro.target) * by).backward();
+    ranks.backward(micro, scaler.scale(at::scalar_tensor(by, at::kDouble)), /*last=*/true);
     const auto result = optimizer->step({.max_grad_norm = 0.125, .scaler = &scaler});
     optimizer->zero_grad();
     run.norms.push_back(step == 1 ? 0 : result.grad_norm.item<double>());
@@ -571,7 +581,7 @@ TrainedWith train_with(World& world, bool share, const optim::TensorDict* from =
     // Shared memory may be swapped out and back between steps.
     const auto averaged = ema.swap();
   }
-  for (const auto& p : model.parameters()) run.parameters.push_back(p.detach().clone());
+  run.parameters = ranks.parameters();
   run.state = optimizer->state_dict();
   return run;
 }
@@ -602,14 +612,12 @@ TEST(Optimizers, ShardedDoesWhatReplicatedDoes) {
 
 TEST(Optimizers, ShardedReportsTheNormWithoutClipping) {
   run_shm(2, [](World& world) {
-    DistributedDataParallel model{make_net(), world};
-    ShardedOptimizer optimizer{model, optim::SGDOptions{.lr = 0.0}};
-    const Batch micro = samples(0, 4, false);
-    loss_of(model(micro.data), micro.target).backward();
-    EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(model.parameters(), 1); }),
-                HasSubstr("belongs to a ShardedOptimizer"));
-    EXPECT_GT(optimizer.step({.want_grad_norm = true}).norm(), 0);
-    EXPECT_FALSE(optimizer.step().grad_norm.defined());
+    Ranks ranks(world, true, optim::SGDOptions{.lr = 0.0});
+    ranks.backward(samples(0, 4, false), at::ones({}, at::kDouble), /*last=*/true);
+    EXPECT_THAT(message_of<UsageError>([&] { optim::clip_grad_norm_(ranks.net->parameters(), 1); }),
+                HasSubstr("belongs to FullyShard"));
+    EXPECT_GT(ranks.optimizer->step({.want_grad_norm = true}).norm(), 0);
+    EXPECT_FALSE(ranks.optimizer->step().grad_norm.defined());
   });
 }
 

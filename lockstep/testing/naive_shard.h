@@ -46,11 +46,7 @@ class NaiveShard final : public Parallelism {
   const Mesh& mesh() const override { return mesh_; }
   World& owners() { return owners_; }
   std::string text() const override { return "naively sharded"; }
-  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups,
-                                                   bool sharded) override;
-  void check_shardable() const override {
-    throw UsageError("NaiveShard", "the optimizer's state is divided already.");
-  }
+  std::unique_ptr<optim::Optimizer> make_optimizer(std::vector<optim::ParamGroup> groups) override;
 
   void before_forward() override {
     const torch::NoGradGuard no_grad;
@@ -189,7 +185,7 @@ class NaiveShardOptimizer final : public optim::Optimizer {
 };
 
 inline std::unique_ptr<optim::Optimizer> NaiveShard::make_optimizer(
-    std::vector<optim::ParamGroup> groups, bool) {
+    std::vector<optim::ParamGroup> groups) {
   optim::NamedParameters names;
   for (const Part& part : all_) names.emplace_back(part.name, part.tensor);
   return std::make_unique<NaiveShardOptimizer>(*this, std::move(groups), std::move(names));

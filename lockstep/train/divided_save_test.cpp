@@ -208,7 +208,7 @@ struct SlicedRank {
     }
     model = parallelize(*net, mesh);
     const optim::AdamWOptions adamw{.lr = 0.01};
-    optimizer = model->make_optimizer({{net->parameters(), adamw}}, /*sharded=*/false);
+    optimizer = model->make_optimizer({{net->parameters(), adamw}});
     parts = {.module = net.get(), .optimizer = optimizer.get(), .rng = false};
   }
   void pass() {

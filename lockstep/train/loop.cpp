@@ -53,6 +53,7 @@ void check_mesh(const RunContext& run) {
   const TrainingArguments& a = run.arguments;
   const bool fsdp = fsdp_plan(a).on;
   const char* const asked = fsdp                             ? "fsdp"
+                            : a.shard_optimizer == "true"    ? "shard_optimizer: true"
                             : a.pipeline_parallel_degree > 1 ? "pipeline_parallel_degree"
                             : a.tensor_parallel_degree > 1   ? "tensor_parallel_degree"
                                                              : nullptr;
@@ -111,7 +112,9 @@ RunContext& make_parallelism(RunContext& run) {
                      "with the one that it passes on.",
                      made.text(), run.mesh.text());
   }
-  const ParallelOptions options = parallel_options(run);
+  run.why_sharded = reason_to_shard(run);
+  ParallelOptions options = parallel_options(run);
+  options.shard_optimizer = !run.why_sharded.empty();
   if (options.shard.cpu_offload && run.world.device().is_cpu() && run.world.is_leader())
     log::warning("trainer", "offload of fsdp has no effect: the model is on the CPU already.");
   run.parallelism = parallelize(*run.task.module, run.mesh, options);
@@ -607,7 +610,7 @@ namespace {
 // provides, about which nothing is known.
 std::string optimizer_text(const RunContext& run) {
   const bool ours = !run.task.make_optimizer;
-  const std::string text = run.parallelism->text();
+  const std::string text = run.why_sharded.empty() ? run.parallelism->text() : "sharded";
   return fmt::format("{}{} {}", text, text.find(' ') == text.npos ? "" : ",",
                      ours ? "fused " + run.arguments.optim : "custom");
 }

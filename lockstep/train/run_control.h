@@ -48,6 +48,7 @@ struct RunContext {
   World& world = mesh.world();
   TrainerState state{};
   std::shared_ptr<Parallelism> parallelism{};  // from Loop's constructor on
+  std::string why_sharded{};                   // by shard_optimizer; empty: it is not
   optim::Optimizer* optimizer = nullptr;       // while there is one
   TrainResult result{};                        // of this call of train(); complete at its end
 

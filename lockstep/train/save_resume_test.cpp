@@ -27,7 +27,7 @@
 #include "lockstep/io/manifest.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/parallel/ddp.h"
-#include "lockstep/parallel/sharded_optimizer.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/run_log.h"
 #include "lockstep/train/stop_request.h"
@@ -347,45 +347,46 @@ TEST(SaveResume, TheLimitRetainsTheNewestAndTheBest) {
 // ---------------------------------------------------------------- other optimizers and the Trainer
 
 TEST(SaveResume, ShardedAndReplicatedResumeEachOther) {
-  io::TemporaryDirectory dir;
-  testing::run_threads(2, [&](World& world) {
-    const auto batch = [&](int step) {
-      return torch::randn({8, train::kFeatures}, train::generator(10 * step + world.rank()));
-    };
-    const auto four_steps = [&](torch::nn::Sequential& net, auto& model, auto& optimizer,
-                                int from) {
+  struct Ranks {
+    Ranks(World& world, bool shard)
+        : model(parallelize(*net, world, {.shard_optimizer = shard})),
+          optimizer(model->make_optimizer({{net->parameters(), optim::AdamWOptions{.lr = 0.01}}})) {
+    }
+    CheckpointParts parts() {
+      return {.module = net.get(), .optimizer = optimizer.get(), .rng = false};
+    }
+    at::Tensor four_steps(int from) {
       for (int step = from; step < from + 4; ++step) {
-        model(batch(step)).square().mean().backward();
-        optimizer.step();
-        optimizer.zero_grad();
+        const int rank = model->mesh().world().rank();
+        const at::Tensor x =
+            torch::randn({8, train::kFeatures}, train::generator(10 * step + rank));
+        model->before_forward();
+        model->backward(model->watch(net->forward(x).square().mean()), true);
+        optimizer->step();
+        optimizer->zero_grad();
       }
       return flat(*net).clone();
-    };
-    const optim::AdamWOptions options{.lr = 0.01};
-    torch::nn::Sequential sharded_net = train::network(), net = train::network();
-    DistributedDataParallel sharded_model{sharded_net, world}, model{net, world};
-    ShardedOptimizer sharded{sharded_model, options};
-    optim::AdamW replicated{net->parameters(), options};
-
-    four_steps(sharded_net, sharded_model, sharded, 0);
-    save_checkpoint(dir.path(), world,
-                    {.module = sharded_net.get(), .optimizer = &sharded, .rng = false},
-                    {.step = 4, .epoch = 2});
-    const CheckpointParts parts{.module = net.get(), .optimizer = &replicated, .rng = false};
-    const auto resumed = resume(dir.path(), world, parts);
+    }
+    torch::nn::Sequential net = train::network();
+    std::shared_ptr<Parallelism> model;
+    std::unique_ptr<optim::Optimizer> optimizer;
+  };
+  io::TemporaryDirectory dir;
+  testing::run_threads(2, [&](World& world) {
+    Ranks sharded(world, true), replicated(world, false);
+    sharded.four_steps(0);
+    save_checkpoint(dir.path(), world, sharded.parts(), {.step = 4, .epoch = 2});
+    const auto resumed = resume(dir.path(), world, replicated.parts());
     ASSERT_TRUE(resumed);
     EXPECT_EQ(resumed->epoch, 2);
-    const at::Tensor expected = four_steps(sharded_net, sharded_model, sharded, 4);
-    EXPECT_TRUE(torch::equal(expected, four_steps(net, model, replicated, 4)));
+    EXPECT_TRUE(torch::equal(sharded.four_steps(4), replicated.four_steps(4)));
 
     // And back: the sharded optimizer takes steps that the replicated one has not.
-    save_checkpoint(dir.path(), world, parts, {.step = 8});
-    four_steps(sharded_net, sharded_model, sharded, 20);
-    ASSERT_TRUE(resume(dir.path(), world,
-                       {.module = sharded_net.get(), .optimizer = &sharded, .rng = false}));
-    EXPECT_TRUE(torch::equal(four_steps(sharded_net, sharded_model, sharded, 8),
-                             four_steps(net, model, replicated, 8)));
-    sharded_model.verify_replicas();
+    save_checkpoint(dir.path(), world, replicated.parts(), {.step = 8});
+    sharded.four_steps(20);
+    ASSERT_TRUE(resume(dir.path(), world, sharded.parts()));
+    EXPECT_TRUE(torch::equal(sharded.four_steps(8), replicated.four_steps(8)));
+    sharded.model->verify_parameters();
   });
 }
 
@@ -712,7 +713,6 @@ TEST(SaveResume, RefusesWhatItCannotName) {
   static_assert(!std::is_convertible_v<torch::optim::Adam*, Part>);
   static_assert(!std::is_convertible_v<torch::optim::Optimizer*, Part>);
   static_assert(std::is_convertible_v<optim::SGD*, Part>);
-  static_assert(std::is_convertible_v<ShardedOptimizer*, Part>);
 
   io::TemporaryDirectory dir;
   OwnLoop loop(World{});

@@ -15,6 +15,7 @@
 #include "lockstep/core/log.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/schedule.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/train/config_keys.h"
 #include "lockstep/train/rule_options.h"
 
@@ -44,13 +45,12 @@ bool lacks_room(const World& world, std::uint64_t bytes) {
               .empty();
 }
 
-ShardFacts shard_facts(RunContext& run) {
-  if (run.arguments.shard_optimizer != "auto" || run.parallelism->divided()) return {};
+ShardFacts shard_facts(const RunContext& run) {
   ShardFacts facts{.ranks = run.batch_ranks()};
   if (facts.ranks == 1) return facts;
   std::string unable;
   try {
-    run.parallelism->check_shardable();
+    check_shardable(*run.task.module);
   } catch (const UsageError& e) {
     unable = e.what();
   }
@@ -68,19 +68,19 @@ std::unique_ptr<optim::Optimizer> make_optimizer(RunContext& run) {
   auto groups = groups_of(run);
   if (run.arguments.optim_args && !run.task.param_groups.empty() && run.world.is_leader())
     log::warning("trainer", "optim_args has no effect: the task has parameter groups of its own.");
-  const std::string reason = reason_to_shard(run.arguments.shard_optimizer, shard_facts(run));
+  const std::string& reason = run.why_sharded;
   if (run.world.is_leader())
     log::info("trainer", "optimizer {}: {}",
               run.task.param_groups.empty() ? run.arguments.optim : "of the task",
-              reason.empty() ? run.parallelism->text()
-                             : fmt::format("sharded over {} rank{} ({})", run.batch_ranks(),
-                                           run.batch_ranks() == 1 ? "" : "s", reason));
+              reason.empty()
+                  ? run.parallelism->text()
+                  : fmt::format("sharded over {} ranks ({})", run.batch_ranks(), reason));
   if (run.world.is_leader() && !reason.empty() && run.arguments.ddp_bucket_cap_mb)
     log::warning("trainer",
                  "ddp_bucket_cap_mb {} has no effect: the sharded optimizer averages gradients in "
                  "its step, without buckets. shard_optimizer: false has them.",
                  *run.arguments.ddp_bucket_cap_mb);
-  return run.parallelism->make_optimizer(std::move(groups), /*sharded=*/!reason.empty());
+  return run.parallelism->make_optimizer(std::move(groups));
 }
 
 }  // namespace
@@ -111,6 +111,18 @@ std::string reason_to_shard(const std::string& asked, const ShardFacts& facts) {
   if (facts.lack_room)
     return "the state of every rank would need more than half of the free memory";
   return "";
+}
+
+// Ranks along "shard" divide the state already, and what the task makes is its own.
+std::string reason_to_shard(const RunContext& run) {
+  const auto is_shard = [](const MeshAxis& axis) { return axis.name == "shard"; };
+  if (run.task.make_parallelism || run.task.make_optimizer || run.world.size() == 1 ||
+      std::ranges::any_of(run.mesh.axes(), is_shard))
+    return "";
+  const std::string& asked = run.arguments.shard_optimizer;
+  if (asked != "auto") return reason_to_shard(asked, {});
+  // With ranks along other axes the model is divided, and its state with it.
+  return run.batch_ranks() == run.world.size() ? reason_to_shard(asked, shard_facts(run)) : "";
 }
 
 TrainOptimizer::TrainOptimizer(RunContext& run) : run_(run), optimizer_(make_optimizer(run)) {
@@ -178,6 +190,7 @@ void TrainOptimizer::save(CheckpointContents& contents) const {
 void TrainOptimizer::release() {
   run_.optimizer = nullptr;
   optimizer_.reset();
+  if (!run_.why_sharded.empty()) run_.parallelism.reset();  // parameters get memory of their own
 }
 
 }  // namespace lockstep::train

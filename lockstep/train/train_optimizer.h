@@ -31,6 +31,8 @@ struct ShardFacts {
 };
 // Why the optimizer is sharded; empty: it is replicated.
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);
+// The same for a run that has no parallelism yet. Collective.
+std::string reason_to_shard(const RunContext& run);
 
 // The state that the optimizer will have on a rank that holds it whole, on the meta device, and its
 // size in bytes. For a task that makes its own optimizer: the state of the rule in `optim`.
@@ -68,7 +70,8 @@ class TrainOptimizer {
 
   // Called when the module's weights were loaded, equally on every rank.
   void sync_from_model() { optimizer_->sync_from_model(); }
-  // Until this call a sharded optimizer shares the parameters' memory between ranks.
+  // Until this call ranks of one host share the parameters' memory where they divide the state.
+  // There is no parallelism then.
   void release();
 
  private:

@@ -36,7 +36,6 @@ using testing::message_of;
 struct Implementation {
   std::string name;
   std::vector<MeshAxis> axes;
-  bool sharded;  // make_optimizer's argument
   std::function<std::shared_ptr<Parallelism>(torch::nn::Module&, const Mesh&)> make;
 };
 
@@ -53,17 +52,16 @@ std::shared_ptr<Parallelism> make_mode(torch::nn::Module& module, const Mesh& me
 const std::vector<Implementation>& implementations() {
   using testing::NaiveShard;
   static const std::vector<Implementation> all{
-      {"data_parallel", {{"data", -1}}, false, make_one<DataParallel>},
-      {"sharded_optimizer", {{"data", -1}}, true, make_one<DataParallel>},
-      {"naive_shard", {{"shard", -1}}, true, make_one<NaiveShard>},
-      {"fully_shard", {{"shard", -1}}, true, make_one<FullyShard>},
-      {"fully_shard_gradients", {{"shard", -1}}, true, make_mode<Shard::kGradients>},
-      {"fully_shard_state", {{"shard", -1}}, true, make_mode<Shard::kState>},
-      {"pipeline", {{"pipeline", -1}}, false, make_one<Pipeline>},
-      {"tensor_parallel", {{"tensor", -1}}, false, make_one<TensorParallel>},
-      {"fully_shard_of_slices", {{"shard", 1}, {"tensor", -1}}, true, make_one<FullyShard>},
-      {"pipeline_of_slices", {{"pipeline", 1}, {"tensor", -1}}, false, make_one<Pipeline>},
-      {"naive_shard_of_tensor", {{"tensor", -1}}, true, make_one<NaiveShard>}};
+      {"data_parallel", {{"data", -1}}, make_one<DataParallel>},
+      {"naive_shard", {{"shard", -1}}, make_one<NaiveShard>},
+      {"fully_shard", {{"shard", -1}}, make_one<FullyShard>},
+      {"fully_shard_gradients", {{"shard", -1}}, make_mode<Shard::kGradients>},
+      {"fully_shard_state", {{"shard", -1}}, make_mode<Shard::kState>},
+      {"pipeline", {{"pipeline", -1}}, make_one<Pipeline>},
+      {"tensor_parallel", {{"tensor", -1}}, make_one<TensorParallel>},
+      {"fully_shard_of_slices", {{"shard", 1}, {"tensor", -1}}, make_one<FullyShard>},
+      {"pipeline_of_slices", {{"pipeline", 1}, {"tensor", -1}}, make_one<Pipeline>},
+      {"naive_shard_of_tensor", {{"tensor", -1}}, make_one<NaiveShard>}};
   return all;
 }
 
@@ -158,7 +156,7 @@ class Rank {
   Rank(const Implementation& kind, const Mesh& mesh, const optim::Rule& rule)
       : net(mesh.world().rank()),
         parallelism(kind.make(net, mesh)),
-        optimizer(parallelism->make_optimizer(groups_of(net, rule), kind.sharded)) {}
+        optimizer(parallelism->make_optimizer(groups_of(net, rule))) {}
 
   at::Tensor mine(int number) const {
     World& ranks = parallelism->mesh().batch();
@@ -446,11 +444,6 @@ TEST_P(ParallelismConformance, RefusesWhatItCannotDo) {
   on_ranks([](const Mesh& mesh) {
     Reference one(mesh.batch().size(), kAdamW);
     Rank rank(kind(), mesh, kAdamW);
-    try {
-      rank.parallelism->check_shardable();
-    } catch (const UsageError& e) {
-      EXPECT_FALSE(std::string(e.what()).empty());
-    }
     one.step(0);
     rank.step(0);
     expect_close(rank.weights(), flat(one.net));

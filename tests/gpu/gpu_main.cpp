@@ -18,6 +18,7 @@
 #include "lockstep/monitor/gpu_memory.h"
 #include "lockstep/parallel/activation_checkpoint.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/sync_batch_norm.h"
 
 namespace {
@@ -164,7 +165,6 @@ void join_and_hooks(World& world) {
 // ranks the sums have only one order, and the element-wise kernels are the same, so the bits are
 // equal.
 void sharded_optimizer(World& world, at::ScalarType dtype) {
-  using lockstep::ShardedOptimizer;
   const auto make = [&] {
     torch::manual_seed(5);
     torch::nn::Sequential net(torch::nn::Linear(40, 300), torch::nn::Tanh(),
@@ -177,12 +177,18 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
     return torch::randn({6, 40}).to(world.device(), dtype);
   };
   torch::nn::Sequential net = make(), plain = make();
-  lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
+  lockstep::FullyShard model(*net, lockstep::Mesh(world, {{"shard", -1}}),
+                             {.shard = lockstep::Shard::kState});
   const lockstep::optim::AdamWOptions options{.lr = 0.01, .weight_decay = 0.1};
-  ShardedOptimizer optimizer{model, options};
+  const auto made = model.make_optimizer({{net->parameters(), options}});
+  lockstep::optim::Optimizer& optimizer = *made;
+  const auto backward = [&](const at::Tensor& x) {
+    model.before_forward();
+    model.backward(net->forward(x).square().mean());
+  };
   lockstep::optim::AdamW replicated{plain->parameters(), options};
   for (int step = 0; step < 5; ++step) {
-    model(batch(step)).square().mean().backward();
+    backward(batch(step));
     plain->forward(batch(step)).square().mean().backward();
     for (auto& p : plain->parameters()) world.all_reduce(p.grad(), lockstep::ReduceOp::kAvg).wait();
     double squares = 0;
@@ -210,42 +216,45 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
               2.0 * (40 * 300 + 300 + 300 * 50 + 50) * static_cast<double>(c10::elementSize(dtype)),
           "every element's state is held once");
   // Clipped, and skipped on all ranks when one has a bad gradient.
-  model(batch(9)).square().mean().backward();
+  backward(batch(9));
   require(optimizer.step({.max_grad_norm = 1e-3}).norm() > 1e-3, "a step that is clipped");
   optimizer.zero_grad();
   const at::Tensor before = net->parameters()[0].detach().clone();
   auto bad = batch(10);
   if (world.rank() == world.size() - 1) bad.fill_(INFINITY);
-  model(bad).square().mean().backward();
+  backward(bad);
   require(optimizer.step({.skip_non_finite = true}).was_skipped(), "a bad step is skipped");
   require(net->parameters()[0].detach().equal(before), "and changes nothing");
   const auto saved = optimizer.state_dict();
   optimizer.load_state_dict(saved);
   for (const auto& [name, tensor] : optimizer.state_dict())
     require(tensor.equal(saved.at(name)), "state out and in");
-  model.verify_replicas();
-  said(world, dtype == torch::kFloat ? "ShardedOptimizer, float" : "ShardedOptimizer, bfloat16");
+  model.verify_parameters();
+  said(world, dtype == torch::kFloat ? "Shard::kState, float" : "Shard::kState, bfloat16");
 }
 
 // By this rank's own norm, on the device. Reading gradients there is nobody's concern.
 void clipped_by_libtorch(World& world) {
   torch::nn::Linear net(40, 300);
   net->to(world.device());
-  lockstep::DistributedDataParallel model{net, world, {.force_reducer = true}};
-  lockstep::ShardedOptimizer optimizer{model, lockstep::optim::AdamWOptions{}};
+  lockstep::FullyShard model(*net, lockstep::Mesh(world, {{"shard", -1}}),
+                             {.shard = lockstep::Shard::kState});
+  const auto optimizer =
+      model.make_optimizer({{net->parameters(), lockstep::optim::AdamWOptions{}}});
   for (const bool clips : {false, true}) {
-    model(torch::randn({6, 40}, world.device())).square().mean().backward();
+    model.before_forward();
+    model.backward(net(torch::randn({6, 40}, world.device())).square().mean());
     for (auto& p : net->parameters())
       require(std::isfinite(p.grad().norm().item<double>()), "gradients are read");
     if (clips) torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
     bool refused = false;
     try {
-      optimizer.step();
+      optimizer->step();
     } catch (const lockstep::UsageError&) {
       refused = true;
     }
     require(refused == (clips && world.size() > 1), "LibTorch's clipping is refused, and no more");
-    optimizer.zero_grad();
+    optimizer->zero_grad();
   }
   said(world, "gradients that LibTorch has clipped");
 }

@@ -42,7 +42,6 @@ HEADERS = (
     "lockstep/parallel/activation_checkpoint.h",
     "lockstep/parallel/ddp.h",
     "lockstep/parallel/fully_shard.h",
-    "lockstep/parallel/sharded_optimizer.h",
     "lockstep/parallel/sync_batch_norm.h",
     "lockstep/run.h",
     "lockstep/train/arguments.h",
