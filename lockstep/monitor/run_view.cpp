@@ -113,7 +113,7 @@ std::optional<Finding> low_mfu(const RunView& run) {
   for (const auto& [step, share] : curve_of(run.metrics, "mfu")) logged.push_back(share);
   constexpr std::size_t kFewest = 3;  // the first includes warm-up
   if (logged.size() < kFewest || run.record->ranks.empty()) return std::nullopt;
-  const double mfu = median({logged.begin() + 1, logged.end()});
+  const double mfu = detail::median({logged.begin() + 1, logged.end()});
   const Interval budget = budget_of(run.record->ranks.front());
   if (!(mfu < kLowMfu) || !(budget.seconds > 0)) return std::nullopt;
   const PhaseSeconds spent = spent_s(budget);
