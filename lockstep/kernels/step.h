@@ -17,7 +17,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lockstep/kernels/cuda/arguments.h"
+namespace lockstep::kernels::cuda {
+struct AdamTensor;  // arguments.h
+struct AdamGroup;
+struct AdamFactors;
+}  // namespace lockstep::kernels::cuda
 
 namespace lockstep::kernels {
 

@@ -26,7 +26,7 @@ struct AdamWOptions {
   std::pair<double, double> betas{0.9, 0.999};
   double eps = 1e-8;
   double weight_decay = 1e-2;
-  bool bf16_state = false;  // it, and parameters of bfloat16, are then rounded stochastically
+  bool bf16_state = false;  // of bfloat16; it and such parameters are rounded stochastically
 
   void each(const OptionVisitor& option) {
     option("lr", lr);

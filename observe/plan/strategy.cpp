@@ -236,11 +236,14 @@ void add_smaller_batch(const Training& training, int replicas, Changes& all, boo
           });
 }
 
+double share_again(const Training& t) {
+  return share_again(t.model, t.checkpointing, t.again);
+}
+
 // Operations of a micro-batch, including recomputation.
 double operations_of(const Training& t, std::int64_t batch) {
-  const double again = share_again(t.model, t.checkpointing, t.again);
-  return static_cast<double>(batch * t.model.length) *
-         (flops_per_token(t.model) + again * forward_flops_per_token(t.model));
+  const double again = share_again(t) * forward_flops_per_token(t.model);
+  return static_cast<double>(batch * t.model.length) * (flops_per_token(t.model) + again);
 }
 
 // Bytes that lie between matrix products: saved activations, logits, and what adapters read and
@@ -254,7 +257,7 @@ double moved_bytes(const Training& t, std::int64_t batch, bool fused) {
     values += static_cast<double>(parameters_of(t.model).trainable_matrices / t.model.lora->r);
   const double once =
       saved + (t.half ? 2 : 4) * values * static_cast<double>(batch * t.model.length);
-  return once * (1 + share_again(t.model, t.checkpointing, t.again) / 3);  // forward runs again
+  return once * (1 + share_again(t) / 3);  // forward runs again
 }
 
 // What the products of the blocks in 8 bits save, less the casts: what goes into a layer and the
@@ -266,7 +269,7 @@ double fp8_saves_s(const Training& t, const Card& card, std::int64_t batch) {
   const auto blocks = static_cast<double>(t.model.blocks());
   const auto matrices = blocks * static_cast<double>(p.block_matrices);
   const double share = 2 * matrices / forward_flops_per_token(t.model);
-  const double passes = 1 + share_again(t.model, t.checkpointing, t.again) / 3;
+  const double passes = 1 + share_again(t) / 3;
   const double casts =
       passes * (kCastBytes * blocks * static_cast<double>(p.block_widths * batch * t.model.length) +
                 4 * matrices);
@@ -620,8 +623,7 @@ std::optional<Work> work_of(const Training& whole, const Choice& choice, const C
   if (!speed.tokens_per_second && peak <= 0) return std::nullopt;
   const auto tokens = static_cast<double>(choice.batch * t.model.length);
   const double forward = forward_flops_per_token(t.model);
-  const double all =
-      flops_per_token(t.model) + share_again(t.model, t.checkpointing, t.again) * forward;
+  const double all = flops_per_token(t.model) + share_again(t) * forward;
   const double launch = launch_s(t, choice, card);
   double micro_s = 0;
   double idle_s = 0;  // of the GPU, which waits for the host
