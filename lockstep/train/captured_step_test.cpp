@@ -213,7 +213,9 @@ TEST(CapturedStep, WindowsOfSeveralMicroBatches) {
     const Tensors got = step.run(inputs, variant);
     EXPECT_TRUE(got[0].equal(want[0])) << i;
     // No graph holds memory while other passes of a window still run as they are.
-    if (i < 3 * kPasses) EXPECT_FALSE(step.replayed()) << i;
+    if (i < 3 * kPasses) {
+      EXPECT_FALSE(step.replayed()) << i;
+    }
     if (i >= kPasses * kWindows / 2) replays += step.replayed() ? 1 : 0;
   }
   EXPECT_EQ(replays, on_cuda() ? kPasses * kWindows / 2 - 1 : 0);
