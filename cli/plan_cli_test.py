@@ -436,8 +436,9 @@ class Plan(unittest.TestCase):
         self.assertEqual(first["speedup"], 1)
         self.assertIn(f"the speed-up is over {first['gpus']} GPUs, the fewest that hold this",
                       plan["notes"])
-        self.assertIn("model: {..., device_map: balanced} and one rank, 8 GPUs",
-                      [change["change"] for change in plan["changes"]])
+        # With the base in 4 bits each GPU holds all of it.
+        changes = [(change["change"], change["together_fits"]) for change in plan["changes"]]
+        self.assertEqual(changes, [("model: {..., load_in_4bit: true}", True)])
 
     def test_bf16_on_a_card_without_it(self):
         args = (self.gpt2(), "--gpus", "V100-32GB")
