@@ -37,7 +37,7 @@ class Config(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         lines = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
         self.assertEqual(lines["learning_rate"][1:], ["0.0001", "t.yaml:2:1"])
-        self.assertEqual(lines["logging_steps"][1:], ["5.0", "preset", "standard"])
+        self.assertEqual(lines["logging_steps"][1:], ["5", "preset", "standard"])
         self.assertEqual(lines["seed"][1:], ["3", "--seed,", "beats", "LOCKSTEP_SEED", "(2)"])
         self.assertNotIn("weight_decay", lines)
         self.assertIn("effective batch 16 = 4 per device x 2 accumulation x 2 ranks", done.stdout)
@@ -211,6 +211,8 @@ class Config(unittest.TestCase):
                 ("model: gtp\n", "model.name must be gpt, mlp, resnet18 or resnet50, and 'gtp' is "
                                   "none of them. Did"),
                 ("model: {name: gpt, n_lyer: 2}\n", "model has no key 'n_lyer'. Did you mean n_l"),
+                ("model: {num_layers: 2}\n", "has no key 'num_layers'. Did you mean n_layer?"),
+                ("data: {name: bytes, file: x}\n", "data has no key 'file'. Did you mean path?"),
                 ("model: {n_head: 3}\n", "model.n_embd 128 does not divide into 3 heads"),
                 ("model: {n_positions: 8}\nmax_seq_len: 16\n",
                  "model.n_positions 8 is shorter than a sample, max_seq_len 16"),
@@ -281,7 +283,7 @@ class Config(unittest.TestCase):
         self.assertNotIn("mistakes", self.refusal("data: byte\nmodel: mlp\n"))
 
     def test_a_path_that_is_wrong_hides_no_other_mistake(self):
-        said = self.refusal("model: {path: nowhere, nme: 1}\n"
+        said = self.refusal("model: {path: nowhere, nme: 1, hidden_size: 8}\n"
                             "data:\n"
                             "  name: instructions\n"
                             "  path: gone.json\n"
@@ -296,6 +298,7 @@ class Config(unittest.TestCase):
                             "resume_from_checkpoint: atuo\n")
         for part in ("t.yaml:1:9: there is no nowhere",
                      "t.yaml:1:24: model has no key 'nme'",
+                     "t.yaml:1:32: model has no key 'hidden_size'. config.json says what the model",
                      "t.yaml:4:3: data.path: there is no file gone.json",
                      "t.yaml:5:3: there is no tokenizer 'lost'",
                      "t.yaml:6:3: data has no key 'paddin'",

@@ -162,7 +162,7 @@ void inspect_instructions(const std::string& path) {
   std::size_t inputs = 0, answers = 0, longest = 0;
   for (const data::Instruction& item : items) {
     inputs += item.input.empty() ? 0 : 1;
-    answers += item.answer.empty() ? 0 : 1;
+    answers += item.output.empty() && item.answer.empty() ? 0 : 1;
     const data::PromptAndResponse texts = data::apply({}, item);
     longest = std::max(longest, texts.prompt.size() + texts.response.size());
   }
@@ -171,7 +171,8 @@ void inspect_instructions(const std::string& path) {
                longest);
   else
     print_text(
-        "{}: {} instructions, {} with an input, {} with an answer; the longest has {} bytes\n",
+        "{}: {} instructions, {} with an input, {} with an output or answer; the longest has {} "
+        "bytes\n",
         path, items.size(), inputs, answers, longest);
   if (items.empty()) return;
   const data::PromptAndResponse first = data::apply({}, items.front());

@@ -193,7 +193,7 @@ class Data(unittest.TestCase):
                 file.write(json.dumps({"instruction": f"ask {i}", "output": "yes",
                                        "answer": "y" * i}) + "\n")
         text = self.succeed("inspect", path)
-        self.assertIn("3 instructions, 0 with an input, 2 with an answer", text)
+        self.assertIn("3 instructions, 0 with an input, 3 with an output or answer", text)
         self.assertIn("ask 0\n\n### Response:\n[yes]", text)
         with open(path, "a") as file:
             file.write('{"instruction": "no output"}\n')

@@ -101,12 +101,12 @@ std::string rows_text(const PlanReport& r) {
 std::string memory_text(const PlanReport& r) {
   const plan::Choice& c = r.rows.back().choice;
   const plan::Memory& m = c.memory;
-  std::string text = fmt::format("\nmemory of a {} at its peak ({}), {}, GiB:\n", r.device_text(),
+  std::string text = fmt::format("\nmemory of a {} at its peak ({}), {}:\n", r.device_text(),
                                  m.moment, r.devices_text(c.gpus));
   const auto line = [&](const char* name, std::uint64_t bytes) {
-    const bool small = bytes > 0 && bytes < (1u << 30);
+    const bool small = m.total() < (1u << 30) || (bytes > 0 && bytes < (1u << 30));
     text += fmt::format("  {:<34}{:>9}{}\n", name, gib(small ? bytes << 10 : bytes),
-                        small ? " MiB" : "");
+                        small ? " MiB" : " GiB");
   };
   line("parameters", m.parameters);
   line("16-bit copies of weights", m.copies);

@@ -275,6 +275,7 @@ bool read_data(const TrainingArguments& a, TaskFiles files, DataConfig& data, Pr
     if (data.name == "instructions") read_instruction_keys(keys, data, files, problems);
     if (!has_tokens(data)) read_random_keys(keys, data);
   });
+  train::add_words_of_others(keys, node, "data", data.name, problems);
   keys.finish();
   // Another wrong key may be the reason for a text that is too short, but not for a missing one,
   // which is always reported.
@@ -559,6 +560,7 @@ void read_model(const TrainingArguments& a, TaskFiles files, bool data_is_right,
       if (problems.size() == before) read_device_map(keys, model);
     }
   });
+  train::add_words_of_others(keys, node, "model", model.name, problems);
   keys.finish();
   if (problems.size() > before) return;
   if (model.name == "gpt") check_gpt(model, task.data, problems);

@@ -51,6 +51,10 @@ bool may_stop(const LaunchPlan& plan, int signal) {
          std::ranges::count(plan.signals_to_handle, signal) != 0;
 }
 
+std::string ranks_text(const std::vector<int>& nodes) {
+  return fmt::format("node rank{} {}", nodes.size() == 1 ? "" : "s", first_numbers(nodes));
+}
+
 std::string unexpected_signal_text(int signal) {
   return fmt::format(
       "it asked to stop with signal {}, which this launcher does not forward (give every host the "
@@ -121,12 +125,12 @@ void NodeServer::await_nodes() {
   port_.listen();
   loop_.watch(listener(), EPOLLIN, [this](std::uint32_t) { on_connect(); });
   overdue_timer_.start(plan_.rendezvous_timeout, [this] {
-    handlers_.overdue(fmt::format(
-        "[launch] timed out: only {} of {} launchers came within {} s; missing: node ranks {}. "
-        "Start `lockstep run` there with --nnodes={} --node-rank=... --master-addr={} "
-        "--master-port={}, and check that the port can be reached.",
-        peer_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(),
-        first_numbers(missing()), plan_.nnodes, plan_.master_addr, plan_.master_port));
+    handlers_.overdue(
+        fmt::format("[launch] timed out: only {} of {} launchers came within {} s; missing: {}. "
+                    "Start `lockstep run` there with --nnodes={} --node-rank=... --master-addr={} "
+                    "--master-port={}, and check that the port can be reached.",
+                    peer_of_node_.size() + 1, plan_.nnodes, plan_.rendezvous_timeout.count(),
+                    ranks_text(missing()), plan_.nnodes, plan_.master_addr, plan_.master_port));
   });
   progress_timer_.start(kFirstProgress, [this] { report_progress(); });
 }
@@ -304,6 +308,7 @@ std::string NodeServer::taken_text(const Message& handshake) const {
 
 void NodeServer::refuse(std::uint64_t number, const std::string& reason) {
   Peer& peer = peers_.at(number);
+  peer.refused = true;
   report(reason);
   // Without a secret anybody can ask, so the answer reveals nothing about this run.
   peer.connection->send(
@@ -340,13 +345,13 @@ void NodeServer::on_closed(std::uint64_t number, const Closing& closing) {
   const auto found = peers_.find(number);
   if (found == peers_.end()) return;
   const int node = found->second.node;
-  const bool started = found->second.started;
+  const bool started = found->second.started, refused = found->second.refused;
   const std::string host = found->second.host;
   const std::string address = found->second.address;
   peers_.erase(number);
   if (node < 0) {
     if (closing.secret == Closing::Secret::kFine) {
-      ++unreported_;
+      unreported_ += refused ? 0 : 1;  // report() has counted it
     } else {
       report(secret_text(closing.secret, "a launcher at " + address));
     }
@@ -383,12 +388,13 @@ std::vector<int> NodeServer::missing() const {
 void NodeServer::report_progress() {
   progress_timer_.start(kProgress, [this] { report_progress(); });
   std::string text = fmt::format(
-      "[launch] waiting for node ranks {} at {}:{} ({} of {} are here, {:.0f} s "
-      "of {} s).",
-      first_numbers(missing()), plan_.master_addr, plan_.master_port, peer_of_node_.size() + 1,
+      "[launch] waiting for {} at {}:{} ({} of {} are here, {:.0f} s of {} s).",
+      ranks_text(missing()), plan_.master_addr, plan_.master_port, peer_of_node_.size() + 1,
       plan_.nnodes, seconds_since(started_), plan_.rendezvous_timeout.count());
   broadcast({.kind = Message::Kind::kSay, .text = text});
-  if (unreported_ > 0) text += fmt::format(" {} more connections were rejected.", unreported_);
+  if (unreported_ > 0)
+    text += fmt::format(" {} {}connection{} rejected.", unreported_,
+                        reported_.empty() ? "" : "more ", unreported_ == 1 ? " was" : "s were");
   handlers_.say(text);
   reported_.clear();
   unreported_ = 0;

@@ -76,9 +76,10 @@ class NodeServer {
     std::unique_ptr<Connection> connection;
     std::string address;
     std::string host;
-    std::string run;       // the token that it presented
-    int node = -1;         // until it has joined
-    bool asked = false;    // to join
+    std::string run;     // the token that it presented
+    int node = -1;       // until it has joined
+    bool asked = false;  // to join
+    bool refused = false;
     bool started = false;  // all nodes have joined since
     NodeShare share;
     Timer deadline;

@@ -29,6 +29,7 @@ constexpr std::size_t kLastLinesOfExplained = 5;
 // Enough for a message with its advice. The line for a control descriptor must fit a pipe in one
 // write, and those of all ranks one message to another host.
 constexpr std::size_t kLineBytes = 1000;
+constexpr std::string_view kKilledBy = "killed by ";
 
 std::string shortened(std::string_view text, std::size_t max_bytes) {
   if (text.size() <= max_bytes) return std::string(text);
@@ -171,6 +172,14 @@ std::vector<std::string> others_of(const RankFailure& failure) {
   return others;
 }
 
+// "killed by SIGSEGV", then "killed by SIGSEGV at address 0x0": what both say is said once.
+std::string joined(const std::string& text, const std::string& message) {
+  const std::string signal = message.substr(0, message.find(' ', kKilledBy.size()));
+  if (!message.starts_with(kKilledBy) || text.find(signal) == std::string::npos)
+    return text + ": " + message;
+  return text + message.substr(signal.size());
+}
+
 // The first line has cause and advice, because other tools often show only that.
 std::string first_lines(const RankFailure& failure) {
   std::string text = fmt::format("[launch] {}", failure.headline());
@@ -181,7 +190,7 @@ std::string first_lines(const RankFailure& failure) {
     add_block(text, "message", message);
     return text;
   }
-  text += fmt::format(": {}", message.front());
+  text = joined(text, message.front());
   for (std::size_t i = 1; i < message.size(); ++i) text += fmt::format("\n    {}", message[i]);
   if (!hint.empty()) text += fmt::format("\n  hint: {}", hint);
   return text;
@@ -227,7 +236,7 @@ std::string RankFailure::headline() const {
 }
 
 std::string with_message(const std::string& text, const std::string& message) {
-  return message.empty() ? text : text + ": " + first_line(message);
+  return message.empty() ? text : joined(text, first_line(message));
 }
 
 std::string shell_text(const std::vector<std::string>& command) {

@@ -380,6 +380,18 @@ TEST(Report, AMismatchThatGlooNoticedPointsToTheDebugMode) {
   EXPECT_THAT(failure_report(failure), ::testing::Not(HasSubstr("LOCKSTEP_DEBUG")));
 }
 
+TEST(Report, SaysTheSignalOnce) {
+  RankFailure failure;
+  failure.rank = 0;
+  failure.cause = "killed by SIGSEGV (core dumped)";
+  failure.message = "killed by SIGSEGV at address 0x0\nat f()";
+  EXPECT_THAT(failure_report(failure),
+              HasSubstr(" failed: killed by SIGSEGV (core dumped) at address 0x0\n    at f()"));
+  EXPECT_EQ(with_message("killed by SIGABRT", "killed by SIGABRT"), "killed by SIGABRT");
+  EXPECT_EQ(with_message("exited with code 1", "killed by SIGSEGV"),
+            "exited with code 1: killed by SIGSEGV");
+}
+
 TEST(Report, SignalsOfFaultsHaveAHint) {
   RankFailure failure;
   failure.rank = 0;

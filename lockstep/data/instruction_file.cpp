@@ -279,8 +279,8 @@ std::vector<Instruction> parse_instructions(std::string_view text, const std::st
   } catch (const JsonError& error) {
     throw UsageError("instructions",
                      "{}: {}. The file must be a JSON list of objects, or one object per line, "
-                     "with the keys instruction, input, output and answer, with messages, or with "
-                     "prompt and completion.",
+                     "each with instruction and output (input and answer may be beside them), with "
+                     "messages, or with prompt and completion.",
                      place(text, name, skipped + error.offset()), error.what());
   }
 }

@@ -109,8 +109,15 @@ bool is_off(const Node& node) {
 }
 
 [[noreturn]] void refuse_key(const Entry& entry, const std::string& what) {
+  // Other programs have alpha and dropout, or lora_rank.
+  const std::string longer = "lora_" + entry.key;
+  const bool rank = entry.key.ends_with("rank") || entry.key == "lora_r";
+  const bool known = std::ranges::find(lora_keys(), longer) != lora_keys().end();
+  const std::string meant = rank ? "r" : known ? longer : "";
   throw UsageError("lora", "{}: {}.{} is not supported.{} Supported are {}.", entry.location.text(),
-                   what, entry.key, did_you_mean(entry.key, lora_keys()),
+                   what, entry.key,
+                   meant.empty() ? did_you_mean(entry.key, lora_keys())
+                                 : fmt::format(" Did you mean {}?", meant),
                    fmt::join(lora_keys(), ", "));
 }
 

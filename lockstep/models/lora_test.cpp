@@ -491,11 +491,15 @@ TEST(LoraConfig, RefusesByName) {
   EXPECT_THAT(message_of([] { parse_adapter_config(R"({"peft_type": "IA3"})", "a.json"); }),
               HasSubstr("peft_type is IA3, and only LORA"));
   Problems problems;
-  read_lora_config(parse_yaml("{rank: 3, lora_alfa: 3, r: many}", "t.yaml"), "lora", problems);
-  ASSERT_EQ(problems.size(), 3u);  // all of them at once
-  EXPECT_THAT(problems.texts()[0], HasSubstr("t.yaml:1:2: lora.rank is not supported"));
+  read_lora_config(parse_yaml("{rank: 3, lora_alfa: 3, r: many, alpha: 3, dropout: 0}", "t.yaml"),
+                   "lora", problems);
+  ASSERT_EQ(problems.size(), 5u);  // all of them at once
+  EXPECT_THAT(problems.texts()[0],
+              HasSubstr("t.yaml:1:2: lora.rank is not supported. Did you mean r?"));
   EXPECT_THAT(problems.texts()[1], HasSubstr("Did you mean lora_alpha?"));
   EXPECT_THAT(problems.texts()[2], HasSubstr("lora.r"));
+  EXPECT_THAT(problems.texts()[3], HasSubstr("Did you mean lora_alpha?"));
+  EXPECT_THAT(problems.texts()[4], HasSubstr("Did you mean lora_dropout?"));
 }
 
 TEST(LoraConfig, SurvivesItsFile) {

@@ -650,6 +650,8 @@ TEST(CpuStarved, OtherReasonsThanOtherPrograms) {
               ::testing::Not(HasSubstr("OMP_NUM_THREADS")));  // one thread
   change(threads, [](Interval& interval) { interval.process->waiting_threads = 1.2; });
   only(threads, "too-many-threads");  // that rule says more
+  change(threads, [](Interval& interval) { interval.process->cores = 0.05; });
+  EXPECT_EQ(only(threads, "cpu-starved").cause, "other-programs");  // the ranks use none
   RunRecord gpu = starved(0.3, 0.5);  // whose host is ahead of the device
   gpu.facts.device = "cuda";
   EXPECT_EQ(find(diagnose(gpu), "cpu-starved"), nullptr);

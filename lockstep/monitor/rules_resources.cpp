@@ -340,6 +340,8 @@ std::optional<Finding> too_many_threads(const View& view) {
   if (waiting ? in_use + *waiting < kTooManyAtOnce * facts.cores
               : in_use < kCoresUsed * facts.cores)
     return std::nullopt;
+  // Threads that interrupt each other keep the cores busy: these are kept by other programs.
+  if (in_use < kCoresUsed * facts.cores && starved_share(view)) return std::nullopt;
   const int fit = facts.cores / std::max(facts.ranks_on_host, 1);
   return Finding{
       .rule = "too-many-threads",

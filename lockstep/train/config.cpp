@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -448,7 +449,10 @@ std::string config_text(const Config& config, bool all) {
   std::string text;
   for (const Setting& setting : config.settings) {
     if (!all && setting.origin == Origin::kDefault) continue;
-    const Node& value = setting.value;
+    Node value = setting.value;
+    if (value.is(NodeKind::kReal) && std::holds_alternative<Of<Number>>(setting.key->member) &&
+        std::floor(value.real) == value.real)  // 60 steps, not 60.0
+      value = integer_node(static_cast<std::int64_t>(value.real));
     text += fmt::format("{:<30} {:<21} {}", setting.key->name,
                         value.is(NodeKind::kNull) ? "(unset)" : plain_text(value), setting.where);
     if (!setting.beaten.empty()) text += fmt::format(", beats {}", fmt::join(setting.beaten, ", "));

@@ -435,6 +435,8 @@ constexpr KeyHint kHints[] = {
     not_here("expert_parallel_degree", "expert parallelism is not supported", "torchtitan's"),
     not_here("data_parallel_replicate_degree",
              "it follows from the number of ranks and the other degrees", "torchtitan's"),
+    not_here("dp_replicate", "it follows from the number of ranks and the other degrees",
+             "torchtitan's"),
     not_here("zero_optimization", "fsdp divides the model here", "DeepSpeed's"),
     not_here("zero_stage", "fsdp divides the model here", "DeepSpeed's"),
     not_here("offload_optimizer", "fsdp_config has cpu_offload", "DeepSpeed's"),
@@ -467,6 +469,7 @@ constexpr KeyHint kHints[] = {
     inside("lora", "lora_rank", "r", kLora),
     inside("lora", "lora_target_modules", "target_modules", kLora),
     inside("data", "data_path", "path"),
+    inside("data", "file", "path"),
     inside("data", "dataset_path", "path"),
     inside("data", "packing", "padding", "name: instructions, path: FILE, padding: packed"),
     inside("data", "dataset_name", "path", "name: instructions, path: FILE"),
@@ -479,7 +482,9 @@ constexpr KeyHint kHints[] = {
     means("max_seq_length", "max_seq_len"),
     means("block_size", "max_seq_len"),
     means("batch_size", "per_device_train_batch_size"),
-    means("train_batch_size", "per_device_train_batch_size"),
+    means("micro_batch_size", "per_device_train_batch_size"),
+    means("local_batch_size", "per_device_train_batch_size"),
+    means("train_batch_size", "global_batch_size"),
     means("eval_batch_size", "per_device_eval_batch_size"),
     means("lr", "learning_rate"),
     means("epochs", "num_train_epochs"),
@@ -492,6 +497,10 @@ constexpr KeyHint kHints[] = {
     means("dataset", "data"),
     means("resume", "resume_from_checkpoint"),
     means("gradient_clipping", "max_grad_norm"),
+    means("max_norm", "max_grad_norm"),
+    means("pp", "pipeline_parallel_degree"),
+    means("tp", "tensor_parallel_degree"),
+    means("dp_shard", "data_parallel_shard_degree"),
     means("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
     means("per_gpu_train_batch_size", "per_device_train_batch_size"),
     means("per_gpu_eval_batch_size", "per_device_eval_batch_size"),
@@ -546,6 +555,22 @@ std::string hint_for_key(std::string_view key) {
     return fmt::format("there is no key '{}'. Did you mean {}?", key, hint.use);
   }
   return "";
+}
+
+void add_words_of_others(MapReader& keys, const Node& map, std::string_view name,
+                         std::string_view kind, Problems& problems) {
+  const bool in_config = map.find("path") != nullptr || map.find("config") != nullptr;
+  for (const Entry& entry : map.entries)
+    for (const KeyHint& hint : kHints) {
+      if (hint.name != entry.key || hint.section != name || hint.now.empty()) continue;
+      const bool shape = hint.now.starts_with("n_");  // of a gpt, or of what config.json describes
+      if (shape && !in_config && kind != "gpt") continue;
+      keys.has(entry.key);  // MapReader::finish() says nothing more of it
+      problems.add(fmt::format("{}: {} has no key '{}'. {}", entry.location.text(), name, hint.name,
+                               shape && in_config
+                                   ? "config.json says what the model is: change it there."
+                                   : fmt::format("Did you mean {}?", hint.now)));
+    }
 }
 
 bool is_path_of_section(std::string_view name) {
@@ -613,6 +638,7 @@ void read_words(const std::string& text, FsdpPlan& plan) {
   std::istringstream words(text);
   bool whole_between = false, divides = false;
   for (std::string word; words >> word;) {
+    word = lower(word);                 // Accelerate writes FULL_SHARD
     if (word == "auto_wrap") continue;  // the units are always a model's blocks
     if (word == "offload") {
       plan.cpu_offload = true;
@@ -693,6 +719,11 @@ void read_config(const Node& config, FsdpPlan& plan, Problems& problems) {
   const std::string types = written("mixed_precision_policy");
   if (const Node* policy = keys.node(types))
     problems.attempt([&] { read_types(*policy, "fsdp_config." + types, plan, problems); });
+  if (const std::string way = written("sharding_strategy"); keys.has(way))
+    problems.add(
+        fmt::format("fsdp_config.{} is the key fsdp here. Write fsdp: full_shard, shard_grad_op "
+                    "or hybrid_shard.",
+                    way));
   for (const auto& [key, why] : kFirstFsdp)
     if (const std::string name = written(key); keys.has(name)) plan.idle.emplace_back(name, why);
   keys.finish();

@@ -100,6 +100,10 @@ struct KeyHint {
 std::span<const KeyHint> key_hints();
 // What to write instead of a key that is none of the top level; empty: nothing is known of it.
 std::string hint_for_key(std::string_view key);
+// Adds to `problems` the keys of other programs in the map `name` ("model"), whose own name is
+// `kind` ("gpt").
+void add_words_of_others(MapReader& keys, const Node& map, std::string_view name,
+                         std::string_view kind, Problems& problems);
 // Whether a key in the maps `model` and `data` is the path of a file or a folder.
 bool is_path_of_section(std::string_view name);
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -62,8 +63,18 @@ TEST(KeyHints, KnowTheWordsOfPeers) {
   };
   EXPECT_THAT(hint("zero_optimization"),
               HasSubstr("is a key of DeepSpeed's that is not read here"));
-  EXPECT_THAT(hint("train_micro_batch_size_per_gpu"),
-              HasSubstr("Did you mean per_device_train_batch_size?"));
+  for (const auto& [peer, key] : std::map<std::string, std::string>{
+           {"train_micro_batch_size_per_gpu", "per_device_train_batch_size"},
+           {"micro_batch_size", "per_device_train_batch_size"},
+           {"local_batch_size", "per_device_train_batch_size"},
+           {"train_batch_size", "global_batch_size"},
+           {"max_norm", "max_grad_norm"},
+           {"gradient_clipping", "max_grad_norm"},
+           {"pp", "pipeline_parallel_degree"},
+           {"tp", "tensor_parallel_degree"},
+           {"dp_shard", "data_parallel_shard_degree"}})
+    EXPECT_THAT(hint(peer), HasSubstr("Did you mean " + key + "?"));
+  EXPECT_THAT(hint("dp_replicate"), HasSubstr("it follows from the number of ranks"));
   EXPECT_THAT(hint("lora_r"), HasSubstr("Did you mean lora.r? Write lora: {r: 16, lora_alpha"));
   EXPECT_THAT(hint("load_in_4bit"), HasSubstr("Write model: {path: FOLDER, load_in_4bit: true}"));
   EXPECT_THAT(hint("bnb_4bit_quant_type"), HasSubstr("is a key of TRL's"));
@@ -83,7 +94,7 @@ TEST(Fsdp, IsReadAsHuggingFaceWritesIt) {
   EXPECT_FALSE(fsdp_plan({}).on);
   EXPECT_FALSE(plan("").on);
   EXPECT_TRUE(plan("full_shard auto_wrap").on);
-  EXPECT_TRUE(plan("full_shard").reshard_after_forward);
+  EXPECT_TRUE(plan("FULL_SHARD").reshard_after_forward);  // as Accelerate writes it
   EXPECT_FALSE(plan("auto_wrap shard_grad_op").reshard_after_forward);
   EXPECT_FALSE(plan("full_shard", R"({"reshard_after_forward": false})").reshard_after_forward);
   EXPECT_EQ(plan("full_shard").param_dtype, "");
@@ -200,6 +211,8 @@ TEST(Fsdp, EveryMistakeIsNamed) {
            {"fsdp: 3\n", "t.yaml:1:1: fsdp: '3' is none of"},
            {"fsdp: full_shard\nfsdp_config: folder/fsdp.json\n",
             "t.yaml:2:14: fsdp_config must be a map"},
+           {"fsdp: full_shard\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n",
+            "t.yaml:2:1: fsdp_config.fsdp_sharding_strategy is the key fsdp here. Write fsdp: "},
            {"fsdp: full_shard\nfsdp_config: {xla: true}\n",
             "t.yaml:2:15: fsdp_config has no key 'xla'."},
            {"fsdp: full_shard\nfsdp_config: {version: 1}\n",

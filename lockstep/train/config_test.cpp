@@ -459,6 +459,9 @@ const Mistake kMistakes[] = {
      "cosine_with_min_lr, polynomial, constant, constant_with_warmup, inverse_sqrt, "
      "warmup_stable_decay, step, multi_step or exponential, and 'cosin' is none of them. Did you "
      "mean cosine?"},
+    {"ChoiceWithWarmup", "lr_scheduler_type: cosine_with_warmup\n",
+     "t.yaml:1:20: there is no lr_scheduler_type 'cosine_with_warmup'. Write cosine, and "
+     "warmup_steps beside it."},
     {"Strategy", "eval_strategy: step\n",
      "t.yaml:1:16: eval_strategy must be no, steps or epoch, and 'step' is none of them. Did you "
      "mean steps?"},

@@ -53,6 +53,11 @@ void check_number(const KeySpec& key, const Node& node, double value) {
 void check_choice(const KeySpec& key, const Node& node, const std::string& word) {
   const std::vector<std::string> choices = split_choices(key.choices);
   if (choices.empty() || std::find(choices.begin(), choices.end(), word) != choices.end()) return;
+  const std::string_view curve = std::string_view(word).substr(0, word.find("_with_warmup"));
+  if (key.name == "lr_scheduler_type" && curve != word &&
+      std::ranges::find(choices, curve) != choices.end())
+    refuse(node, "there is no {} '{}'. Write {}, and warmup_steps beside it.", key.name, word,
+           curve);
   // The other services that Hugging Face knows read one of the two.
   const char* more =
       key.name == "report_to"

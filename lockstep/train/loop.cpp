@@ -207,7 +207,18 @@ Loop::Loop(const LoopParts& parts)
 }
 
 void Loop::resume(const Checkpoint& checkpoint) {
-  optimizer_.load(checkpoint);
+  try {
+    optimizer_.load(checkpoint);
+  } catch (const UsageError& error) {
+    const std::optional<Node> then = saved_arguments(checkpoint);
+    const Entry* optim = then ? then->find("optim") : nullptr;
+    if (optim == nullptr || plain_text(optim->value) == run_.arguments.optim) throw;
+    throw UsageError("trainer",
+                     "{} was saved with optim: {}, and optim is {} now. Set it back, or begin a "
+                     "new run with the checkpoint's weights in another output_dir. ({})",
+                     checkpoint.path(), plain_text(optim->value), run_.arguments.optim,
+                     error.what());
+  }
   checkpoints_.resume(checkpoint);
   resume_data(checkpoint.position());
   warn_of_other_threads(run_.mesh, checkpoint);
@@ -217,7 +228,7 @@ void Loop::resume(const Checkpoint& checkpoint) {
   resumed_batch_ = then && has_learning_rate_of(*then, run_.arguments)
                        ? saved.world_size * saved.batch_size * saved.accumulation
                        : effective_batch(run_.arguments, run_.batch_ranks());
-  if (then) say_other_length(checkpoint, *then);
+  if (then) say_changes(checkpoint, *then);
   log::info("trainer", "resumed from {} at step {}, epoch {:.2f}", checkpoint.path(),
             run_.state.global_step, run_.state.epoch);
 }
@@ -251,31 +262,37 @@ void Loop::resume_data(const DataPosition& saved) {
   if (!same && run_.world.is_leader()) log::warning("trainer", "{}", other_batch_text(then, now));
 }
 
-// A schedule reaches its end with the run's last step, so a different number of steps means
-// different learning rates from here on: allowed, but it must not go unnoticed.
-void Loop::say_other_length(const Checkpoint& checkpoint, const Node& then) const {
-  if (plan_.max_steps == checkpoint.state().max_steps ||
-      plan_.max_steps <= checkpoint.state().global_step)
-    return;
+// Other values of what a step does are allowed, but must not go unnoticed. A schedule reaches its
+// end with the run's last step, so that another number of steps means other learning rates.
+void Loop::say_changes(const Checkpoint& checkpoint, const Node& then) const {
+  if (plan_.max_steps <= checkpoint.state().global_step) return;
   const TrainingArguments& a = run_.arguments;
   std::vector<std::string> changed;
-  for (const char* name : {"max_steps", "num_train_epochs"}) {
+  const auto compare = [&](const char* name) {
     const Node now = value_of(a, *find_key(name));
     const Entry* before = then.find(name);
     if (before != nullptr && !same_value(before->value, now))
       changed.push_back(
-          fmt::format("{} is {} and was {}", name, to_json(now), to_json(before->value)));
-  }
+          fmt::format("{} is {} and was {}", name, plain_text(now), plain_text(before->value)));
+  };
+  for (const char* name : {"max_steps", "num_train_epochs"}) compare(name);
   const std::string& type = a.lr_scheduler_type;
   const bool share = a.warmup_steps > 0 && a.warmup_steps < 1;
   const bool endless =
       run_.task.schedule || (!optim::schedule_has_end(type) && (type == "constant" || !share));
-  if (changed.empty() || endless) return;
-  log::warning("trainer",
-               "{} when the checkpoint was made: from step {} on the learning rate is that of {} "
-               "over {} steps, not over {}.",
-               fmt::join(changed, ", "), checkpoint.state().global_step, type, plan_.max_steps,
-               checkpoint.state().max_steps);
+  const std::int64_t steps = checkpoint.state().max_steps;
+  const bool longer = !changed.empty() && !endless && plan_.max_steps != steps;
+  if (!longer) changed.clear();
+  for (const char* name : {"lr_scheduler_type", "learning_rate", "weight_decay", "adam_beta1",
+                           "adam_beta2", "max_grad_norm"})
+    compare(name);
+  if (changed.empty()) return;
+  log::warning("trainer", "{} when the checkpoint was made{}.", fmt::join(changed, ", "),
+               longer
+                   ? fmt::format(": from step {} on the learning rate is that of a schedule over "
+                                 "{} steps, not over {}",
+                                 checkpoint.state().global_step, plan_.max_steps, steps)
+                   : "");
 }
 
 // Only logged: no rule holds for every model (docs/strategies.md).

@@ -56,7 +56,7 @@ class Loop {
 
  private:
   void resume_data(const DataPosition& saved);
-  void say_other_length(const Checkpoint& checkpoint, const Node& then) const;
+  void say_changes(const Checkpoint& checkpoint, const Node& then) const;
   void advise_learning_rate() const;
   bool saves_at_the_end_alone() const;
   DataPosition position() const;

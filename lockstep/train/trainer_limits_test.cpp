@@ -82,12 +82,24 @@ TEST(TrainerLimits, AnotherNumberOfStepsAndACompleteRunAreReported) {
   EXPECT_EQ(run(3, "linear").first, 0);
   const auto [first, said] = run(5, "linear");
   EXPECT_EQ(first, 3);
-  EXPECT_THAT(said, HasSubstr("max_steps is 5 and was 3 when the checkpoint was made: from step 3 "
-                              "on the learning rate is that of linear over 5 steps, not over 3."));
+  EXPECT_THAT(said,
+              HasSubstr("max_steps is 5 and was 3 when the checkpoint was made: from step 3 "
+                        "on the learning rate is that of a schedule over 5 steps, not over 3."));
   const auto [complete, nothing] = run(5, "linear");
   EXPECT_EQ(complete, 5) << "nothing was left to train";
   EXPECT_THAT(nothing, ::testing::Not(HasSubstr("when the checkpoint was made")));
-  EXPECT_THAT(run(6, "constant").second, ::testing::Not(HasSubstr("when the checkpoint was made")));
+  a.learning_rate = 0.25;
+  const std::string changed = run(6, "constant").second;
+  EXPECT_THAT(changed, ::testing::ContainsRegex(
+                           "lr_scheduler_type is constant and was linear, learning_rate is 0.25 "
+                           "and was [^ ]+ when the checkpoint was made\\."));
+  EXPECT_THAT(changed, ::testing::Not(HasSubstr("the learning rate is that of")));
+  a.optim = "sgd";
+  EXPECT_THAT(io::message_of<UsageError>([&] { run(7, "constant"); }),
+              AllOf(HasSubstr("/checkpoint-6 was saved with optim: adamw, and optim is sgd now. "
+                              "Set it back, or begin a new run"),
+                    HasSubstr("which this optimizer has no place for")));
+  ::testing::internal::GetCapturedStderr();  // of the run that was refused
 }
 
 // ---------------------------------------------------------------- speed

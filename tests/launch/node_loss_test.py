@@ -128,7 +128,7 @@ class Lost(Nodes):
         left = self.lose(0, FIRST_WAITS, "--max-restarts=1")
         left[1].kill()
         again = self.launch(0, FIRST_WAITS, "--max-restarts=1")
-        self.wait_line(left[0].stderr, "waiting for node ranks 2 at")  # said by the new node 0
+        self.wait_line(left[0].stderr, "waiting for node rank 2 at")  # said by the new node 0
         again.kill()
         back = [self.launch(node, FIRST_WAITS, "--max-restarts=1") for node in (0, 2)]
         for process in (left[0], *back):

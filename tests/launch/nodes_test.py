@@ -379,15 +379,18 @@ print("node", os.environ["GROUP_RANK"], "local", os.environ["LOCAL_RANK"], flush
         conf = "--rdzv-conf=join_timeout=6"
         joined = self.node(2, "echo ran", conf, nnodes=4)
         self.wait_for_node()  # node 0 reports after 3 s; node 2 must have joined by then
-        for code, err in self.ends([self.node(0, "echo ran", conf, nnodes=4), joined]):
+        first = self.node(0, "echo ran", conf, nnodes=4)
+        self.finish(self.node(3, "echo ran", conf, "--rdzv-id=other", nnodes=4))
+        for code, err in self.ends([first, joined]):
             self.assertEqual(code, 1, err)
             self.assertIn("waiting for node ranks 1, 3 at", err)
+            self.assertNotIn("rejected.", err)  # the one that came has a line of its own
             self.assertIn("timed out: only 2 of 4 launchers came within 6 s; missing: "
                           "node ranks 1, 3", err)
 
     def test_the_launchers_wait_for_the_startup_timeout(self):
         for node, message in ((0, "timed out: only 1 of 2 launchers came within 1 s; missing: "
-                                  "node ranks 1"),
+                                  "node rank 1."),
                               (1, "timed out: node 0's launcher was not found at 127.0.0.1")):
             for flag in ("--startup-timeout=1", "--rdzv-conf=join_timeout=1"):
                 code, _, err = self.finish(self.node(node, "echo ran", flag))
