@@ -490,7 +490,8 @@ const Mistake kMistakes[] = {
     {"StateDtypeOfAnother", "optim_state_dtype: bfloat16\noptim: lion\n",
      "t.yaml:1:1: optim_state_dtype bfloat16 is adamw's, and lion has its state in the type of the "
      "parameters. Use adamw, or delete it."},
-    {"StateDtypeOfMegatron", "exp_avg_dtype: bfloat16\n", "optim_state_dtype"},
+    {"StateDtypeOfMegatron", "exp_avg_dtype: bfloat16\n",
+     "t.yaml:1:1: there is no key 'exp_avg_dtype'. Did you mean optim_state_dtype?"},
     {"KwargsOfLinear", "lr_scheduler_kwargs: {power: 2}\n",
      "t.yaml:1:23: lr_scheduler_kwargs (linear) has no key 'power'."},
     {"KwargsMinLr", "lr_scheduler_type: cosine_with_min_lr\n",
