@@ -12,6 +12,7 @@
 #include "lockstep/kernels/step.h"
 #include "lockstep/optim/algorithms.h"
 #include "lockstep/optim/clip.h"
+#include "lockstep/parallel/parallelize.h"
 #include "lockstep/parallel/sharded_for_test.h"
 #include "lockstep/testing/worlds.h"
 
@@ -478,6 +479,17 @@ TEST(StateShardedRefuses, SparseEmbeddings) {
       EXPECT_THAT(message_of<UsageError>(
                       [&] { FullyShard(*table, Mesh(world, {{"shard", -1}}), {.shard = shard}); }),
                   HasSubstr("parameter 'weight' belongs to a sparse embedding"));
+  });
+}
+
+TEST(StateShardedRefuses, ParametersThatAreIgnored) {
+  run_threads(2, [](World& world) {
+    const Net net = make_net();
+    EXPECT_THAT(message_of<UsageError>([&] {
+                  parallelize(*net.ptr(), world,
+                              {.data = {.ignored_parameters = {"a.bias"}}, .shard_optimizer = true});
+                }),
+                HasSubstr("ignored_parameters names 'a.bias'. Leave one of them out"));
   });
 }
 

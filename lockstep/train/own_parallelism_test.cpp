@@ -311,17 +311,20 @@ TEST(OwnMeshRefusals, AParallelismOfAnotherMesh) {
   });
 }
 
-TEST(OwnMeshRefusals, FsdpBesideAParallelismOfTheTask) {
+TEST(OwnMeshRefusals, KeysThatDivideBesideAParallelismOfTheTask) {
   const io::TemporaryDirectory folder;
   testing::run_threads(2, [&](World& world) {
     TrainerTask task = task_for(network(), dataset(45, 1), dataset(5, 2));
     task.make_parallelism = naive_shard;
-    TrainingArguments a = arguments_in(folder.path());
-    a.fsdp = "full_shard";
-    a.shard_optimizer = "auto";
-    Trainer trainer(world, task, a);
-    EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
-                ::testing::HasSubstr("fsdp is set, and TrainerTask::make_parallelism"));
+    for (const bool fsdp : {true, false}) {
+      TrainingArguments a = arguments_in(folder.path());
+      if (fsdp) a.fsdp = "full_shard";
+      a.shard_optimizer = fsdp ? "auto" : "true";
+      Trainer trainer(world, task, a);
+      EXPECT_THAT(io::message_of<UsageError>([&] { trainer.train(); }),
+                  ::testing::HasSubstr(std::string(fsdp ? "fsdp" : "shard_optimizer: true") +
+                                       " is set, and TrainerTask::make_parallelism"));
+    }
   });
 }
 

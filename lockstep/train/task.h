@@ -86,7 +86,7 @@ struct TrainerTask {
   // Or an optimizer of your own; shard_optimizer has no effect then.
   std::function<std::unique_ptr<optim::Optimizer>(Parallelism&)> make_optimizer{};
   // Another way for ranks to train `module` than DistributedDataParallel, whose keys have no effect
-  // then.
+  // then. fsdp, shard_optimizer: true and degrees of other axes are refused beside it.
   std::function<std::shared_ptr<Parallelism>(std::shared_ptr<torch::nn::Module>, Mesh)>
       make_parallelism{};
   // Replaces the schedule of lr_scheduler_type: the factor of the groups' peak learning rates after
