@@ -486,8 +486,9 @@ TEST(StateShardedRefuses, ParametersThatAreIgnored) {
   run_threads(2, [](World& world) {
     const Net net = make_net();
     EXPECT_THAT(message_of<UsageError>([&] {
-                  parallelize(*net.ptr(), world,
-                              {.data = {.ignored_parameters = {"a.bias"}}, .shard_optimizer = true});
+                  parallelize(
+                      *net.ptr(), world,
+                      {.data = {.ignored_parameters = {"a.bias"}}, .shard_optimizer = true});
                 }),
                 HasSubstr("ignored_parameters names 'a.bias'. Leave one of them out"));
   });
