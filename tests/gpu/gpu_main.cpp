@@ -186,7 +186,9 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
     model.before_forward();
     model.backward(net->forward(x).square().mean());
   };
-  lockstep::optim::AdamW replicated{plain->parameters(), options};
+  // Made for a model, so that it steps float in one pass, too.
+  lockstep::optim::ReplicatedOptimizer replicated(
+      lockstep::optim::NamedParameters(plain->named_parameters().pairs()), options);
   for (int step = 0; step < 5; ++step) {
     backward(batch(step));
     plain->forward(batch(step)).square().mean().backward();
@@ -195,7 +197,7 @@ void sharded_optimizer(World& world, at::ScalarType dtype) {
     for (auto& p : plain->parameters())
       squares += p.grad().to(torch::kDouble).square().sum().item<double>();
     optimizer.set_lr(0.01 / (1 + step));
-    for (auto& group : replicated.param_groups()) group.options().set_lr(0.01 / (1 + step));
+    replicated.set_lr(0.01 / (1 + step));
     const auto result = optimizer.step({.want_grad_norm = true, .skip_non_finite = true});
     require(!result.was_skipped(), "a good step is taken");
     require(std::abs(result.norm() - std::sqrt(squares)) < 1e-3 * std::sqrt(squares),
