@@ -426,6 +426,7 @@ optim::StepResult FullyShardOptimizer::step(const optim::StepOptions& options) {
   const torch::NoGradGuard no_grad;
   if (model_->slices() != nullptr) model_->slices()->cut();
   take_gradients(options);
+  if (model_->defers()) ledger::add(ledger::Counter::kSynchronisedPasses);  // of all passes, once
   if (!model_->defers()) model_->before_rows_change();  // there all ranks have come already
   const optim::StepResult result =
       step_divided(this, options,
