@@ -366,20 +366,6 @@ TEST(TensorMesh, SmallGradientsAreSentOnceInAnUpdate) {
   });
 }
 
-TEST(TensorMesh, AStepThatLacksPassesIsRefusedAlsoWhereItClips) {
-  on_meshes({{{"tensor", 2}}}, [](const Mesh& mesh) {
-    const auto net = small_model(/*tied=*/false);
-    Trained run(net, parallelize(*net, mesh), kGradients);
-    run.way->before_forward();
-    run.way->backward(run.pass(0).forward(), /*last=*/false);
-    EXPECT_THAT(message_of<UsageError>([&] { run.optimizer->step({.max_grad_norm = 1e-3}); }),
-                HasSubstr("a step's backward passes are not complete"));
-    run.way->before_forward();
-    run.way->backward(run.pass(1).forward(), /*last=*/true);
-    run.optimizer->step();
-  });
-}
-
 // A step averages them where no backward was said to be the last.
 TEST(TensorMesh, AStepAveragesWhatNoLastBackwardHas) {
   on_meshes({{{"shard", 1}, {"tensor", 2}}, {{"shard", 2}, {"tensor", 2}}}, [](const Mesh& mesh) {

@@ -333,6 +333,16 @@ TEST(SequenceParallel, TakesSequencesThatAreTooShortToDivide) {
   });
 }
 
+TEST(TensorParallel, AStepThatLacksPassesIsRefusedAlsoWhereItClips) {
+  run_threads(2, [](World& world) {
+    Trained run = sliced(config_of("gpt2"), tensor_mesh(world), optim::SGDOptions{});
+    run.backward(batch_of(0), /*last=*/false);
+    EXPECT_THAT(message_of<UsageError>([&] { run.optimizer->step({.max_grad_norm = 1e-3}); }),
+                HasSubstr("a step's backward passes are not complete"));
+    run.step(batch_of(1));
+  });
+}
+
 // An average leaves alone what is the same on every rank: a short micro-batch, which every rank has
 // computed whole, and gradients that were averaged before and not set to zero.
 TEST(SequenceParallel, GradientsOfAllKindsAddUp) {

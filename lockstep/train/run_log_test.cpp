@@ -1,10 +1,11 @@
-// RunLog in loops that are not the Trainer's. What page and monitor make of it with real ranks is
+// RunLog and StopRequest in loops that are not the Trainer's. What page and monitor make of it with real ranks is
 // in tests/dashboard/run_test.py, what TensorBoard reads in tests/train/events_test.py.
 #include "lockstep/train/run_log.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <cmath>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include "lockstep/core/helpers_for_test.h"
 #include "lockstep/monitor/run_record.h"
 #include "lockstep/testing/worlds.h"
+#include "lockstep/train/stop_request.h"
 
 namespace lockstep {
 namespace {
@@ -120,6 +122,28 @@ TEST(RunLog, ALoopThatThrowsHasFailed) {
   const monitor::RunFacts facts = monitor::read_run(out.path()).facts;
   EXPECT_EQ(facts.failure, "an exception ended the loop of rank 0");
   EXPECT_EQ(io::get(out / "metrics.jsonl"), "{\"step\":1,\"loss\":1.0}\n");
+}
+
+// ---------------------------------------------------------------- stop requests
+
+TEST(StopRequest, ASignalIsHeardAtTheNextStepAndHandlersComeBack) {
+  struct sigaction before {
+  }, after{};
+  ::sigaction(SIGTERM, nullptr, &before);
+  {
+    StopRequest stop{World{}};
+    EXPECT_FALSE(stop.received());
+    EXPECT_EQ(stop.exit_code(), 0);
+    EXPECT_THAT(io::message_of<UsageError>([] { StopRequest{World{}}; }),
+                HasSubstr("two wait for stop signals in one process (StopRequest, or a Trainer)"));
+    ::raise(SIGUSR1);
+    EXPECT_TRUE(stop.received());
+    EXPECT_TRUE(stop.received());
+    EXPECT_EQ(stop.signal(), SIGUSR1);
+    EXPECT_EQ(stop.exit_code(), 143);
+  }
+  ::sigaction(SIGTERM, nullptr, &after);
+  EXPECT_EQ(before.sa_handler, after.sa_handler);
 }
 
 }  // namespace

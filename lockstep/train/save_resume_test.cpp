@@ -1,4 +1,4 @@
-// save_checkpoint(), resume() and StopRequest in loops that are not the Trainer's. Random
+// save_checkpoint() and resume() in loops that are not the Trainer's. Random
 // generators and signals belong to a process, so examples/05_own_loop/own_loop_test.py tests those
 // with real ranks.
 #include "lockstep/train/save_resume.h"
@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <csignal>
 #include <filesystem>
 #include <mutex>
 #include <set>
@@ -30,7 +29,6 @@
 #include "lockstep/parallel/parallelize.h"
 #include "lockstep/testing/worlds.h"
 #include "lockstep/train/run_log.h"
-#include "lockstep/train/stop_request.h"
 #include "lockstep/train/trainer_for_test.h"
 
 namespace lockstep {
@@ -790,28 +788,6 @@ TEST(SaveResume, ARefusalOfTheOptimizersStateIsEverybodys) {
         HasSubstr("has no name"));
     EXPECT_EQ(all_reduce(world, 1), 3);
   });
-}
-
-// ---------------------------------------------------------------- stop requests
-
-TEST(StopRequest, ASignalIsHeardAtTheNextStepAndHandlersComeBack) {
-  struct sigaction before {
-  }, after{};
-  ::sigaction(SIGTERM, nullptr, &before);
-  {
-    StopRequest stop{World{}};
-    EXPECT_FALSE(stop.received());
-    EXPECT_EQ(stop.exit_code(), 0);
-    EXPECT_THAT(io::message_of<UsageError>([] { StopRequest{World{}}; }),
-                HasSubstr("two wait for stop signals in one process (StopRequest, or a Trainer)"));
-    ::raise(SIGUSR1);
-    EXPECT_TRUE(stop.received());
-    EXPECT_TRUE(stop.received());
-    EXPECT_EQ(stop.signal(), SIGUSR1);
-    EXPECT_EQ(stop.exit_code(), 143);
-  }
-  ::sigaction(SIGTERM, nullptr, &after);
-  EXPECT_EQ(before.sa_handler, after.sa_handler);
 }
 
 }  // namespace

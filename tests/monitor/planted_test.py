@@ -143,8 +143,8 @@ class Ranks(PlantedCase):
                 break
             # Where others leave every rank as little as the starved one has, nobody can tell.
             if time.monotonic() > give_up:
-                self.skipTest(f"SKIPPED: other programs had {others.cores:.2f} of two cores, for as "
-                              f"long as {BOUND_S} s")
+                self.skipTest(f"SKIPPED: other programs had {others.cores:.2f} of two cores for "
+                              f"{BOUND_S} s")
         finding = self.finding(folder, "straggler")
         self.assertEqual((finding["rank"], finding["cause"]), (1, "cpu-starved"), finding)
 
