@@ -1,5 +1,6 @@
-// RunLog and StopRequest in loops that are not the Trainer's. What page and monitor make of it with real ranks is
-// in tests/dashboard/run_test.py, what TensorBoard reads in tests/train/events_test.py.
+// RunLog and StopRequest in loops that are not the Trainer's. What page and monitor make of a log
+// with real ranks is in tests/dashboard/run_test.py, what TensorBoard reads in
+// tests/train/events_test.py.
 #include "lockstep/train/run_log.h"
 
 #include <ATen/ATen.h>
