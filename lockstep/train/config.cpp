@@ -58,6 +58,7 @@ std::string did_you_mean_key(const std::string& word) {
 // A flag of it needs no value.
 bool is_switch(const KeySpec& key) {
   return std::holds_alternative<Of<bool>>(key.member) ||
+         std::holds_alternative<Of<GradientCheckpointing>>(key.member) ||
          std::holds_alternative<Of<std::optional<bool>>>(key.member) ||
          key.choices.ends_with("|true|false");
 }

@@ -89,6 +89,15 @@ TEST(ConfigKeys, CompileModelIsAWordABooleanOrAFlagAlone) {
   EXPECT_EQ(resolve("", {"--no_compile_model"}).arguments.compile_model, "false");
 }
 
+TEST(ConfigKeys, GradientCheckpointingIsABooleanAFlagAloneOrParts) {
+  EXPECT_FALSE(resolve("").arguments.gradient_checkpointing);
+  EXPECT_TRUE(resolve("", {"--gradient_checkpointing"}).arguments.gradient_checkpointing);
+  EXPECT_FALSE(resolve("gradient_checkpointing: true\n", {"--no_gradient_checkpointing"})
+                   .arguments.gradient_checkpointing);
+  const auto parts = resolve("", {"--gradient_checkpointing", "{parts: [norm]}"});
+  EXPECT_EQ(parts.arguments.gradient_checkpointing.parts, std::vector<std::string>{"norm"});
+}
+
 TEST(ConfigKeys, ShardOptimizerIsAWordOrABoolean) {
   EXPECT_EQ(resolve("").arguments.shard_optimizer, "auto");
   for (const char* word : {"auto", "true", "false"}) {
