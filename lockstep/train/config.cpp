@@ -82,7 +82,8 @@ bool takes(const std::string& flag, const std::string& next) {
     return true;
   std::vector<std::string> values = split(key != nullptr ? key->choices : "", '|');
   values.insert(values.end(), {"true", "false", "1", "0", "none", "null"});
-  return std::find(values.begin(), values.end(), lower(next)) != values.end();
+  return next.starts_with("{") ||
+         std::find(values.begin(), values.end(), lower(next)) != values.end();
 }
 
 class Resolver {
