@@ -131,7 +131,11 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
       (o.checkpointing ? a.one_block : a.segment) + (o.half ? 2 : 4) * decoded;
   const std::uint64_t freed = o.checkpointing ? 0 : std::min(a.one_block, saved);
 
-  const Memory base = resident(p, o);
+  Memory base = resident(p, o);
+  // Ranks that share memory have each parameter once.
+  const bool once = o.shares_memory && o.sharding == Sharding::kOptimizer && o.ranks > 1;
+  const std::uint64_t parameters = base.parameters;
+  if (once) base.parameters = divided(parameters, parts_of(o, Sharding::kOptimizer));
   const auto moment = [&](std::string_view name, std::uint64_t whole_parameters,
                           std::uint64_t all_gradients, std::uint64_t weights,
                           std::uint64_t activations, std::uint64_t head) {
@@ -160,15 +164,13 @@ Memory peak_of(const Model& model, const Parameters& p, const Activations& a, st
              o.fused && !divides(o) ? copies.at_loss : 0,
              std::min(a.one_block, saved) + a.working + added_next,
              added ? divided(floats(p.head), o.stages) : 0),
-      // If ranks share memory, parameters move to memory that all of them can write.
-      moment("the division of the optimizer's state",
-             o.shares_memory && o.sharding == Sharding::kOptimizer && o.ranks > 1 ? base.parameters
-                                                                                  : 0,
-             gradients, 0, 0, 0),
-      // Before there is an optimizer: the whole model on every rank, or the root and a block.
+      // Before there is an optimizer. Parameters move to the memory that ranks share.
+      moment("the division of the optimizer's state", once ? parameters : 0, 0, 0, 0, 0),
+      // The whole model on every rank, or the root and a block.
       moment("the division of the model", made, 0, 0, 0, 0),
   };
-  std::end(moments)[-1].optimizer = 0;
+  for (Memory* early = std::end(moments) - 2; early != std::end(moments); ++early)
+    early->optimizer = 0;
   Memory peak = *std::ranges::max_element(moments, {}, &Memory::allocated);
   if (o.cpu) return peak;
   peak.workspace = kWorkspace + static_cast<std::uint64_t>(kFragmentation *
