@@ -90,7 +90,6 @@ TEST(ConfigKeys, CompileModelIsAWordABooleanOrAFlagAlone) {
 }
 
 TEST(ConfigKeys, GradientCheckpointingIsABooleanAFlagAloneOrParts) {
-  EXPECT_FALSE(resolve("").arguments.gradient_checkpointing);
   EXPECT_TRUE(resolve("", {"--gradient_checkpointing"}).arguments.gradient_checkpointing);
   EXPECT_FALSE(resolve("gradient_checkpointing: true\n", {"--no_gradient_checkpointing"})
                    .arguments.gradient_checkpointing);
