@@ -8,7 +8,8 @@
 // What is stored in bfloat16 is rounded stochastically: up or down, with the probabilities that
 // make its expectation the exact value, so that changes far below an element's last digit add up
 // over steps. The random bits are a function of the parameter, the step and the element's place in
-// the parameter, and so the same for any number of ranks and after a resume.
+// the parameter, and so the same for any number of ranks that divide the state, and after a resume.
+// Slices of tensor parallelism count as parameters: their ranks draw the same bits.
 //
 // The including file must be compiled without contraction of products and sums on a CPU.
 #pragma once

@@ -167,6 +167,11 @@ void AdamWPass::update(const at::Tensor& skip) {
   const at::NoGradGuard no_grad;
   if (items_.empty()) return;
   const cuda::Table* const table = norm_.is_cuda() ? cuda::table() : nullptr;
+  if (table == nullptr && !norm_.is_cpu())
+    throw UsageError(kAdamWPass,
+                     "AdamW with state in bfloat16 needs our CUDA kernels on {}, and they are not "
+                     "there: {}. Build with nvcc, or leave bf16_state out.",
+                     norm_.device().str(), cuda::unavailable_reason());
   if (table == nullptr) {
     update_on_cpu(skip);
   } else {
