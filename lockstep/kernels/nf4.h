@@ -55,8 +55,8 @@ struct Nf4Numbers {
   float of_magnitudes[256];  // bitsandbytes' signed dynamic map
 };
 
-// The dynamic map has, for each of seven powers of ten, twice as many fractions as for the one
-// before: the midpoints of equal steps from 0.1 to 1. Their negatives, 0 and 1 are the rest.
+// The dynamic map has values of seven powers of ten, each with twice as many as the smaller one:
+// the midpoints of equal steps from 0.1 to 1, times the power. It also has their negatives, 0, 1.
 // torch.linspace, which bitsandbytes makes it with, rounds differently from processor to processor;
 // these are the bits of its plain loop.
 constexpr Nf4Numbers nf4_numbers() {

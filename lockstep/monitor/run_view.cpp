@@ -86,7 +86,7 @@ std::optional<Finding> not_finite(const RunView& run, double tolerated_skips) {
   return finding;
 }
 
-// What a share of a step can be lowered by.
+// The settings that lower the time of a phase.
 const char* remedy_of(ledger::Phase phase) {
   switch (phase) {
     case ledger::Phase::kData:

@@ -383,7 +383,7 @@ at::Tensor FullyShardOptimizer::norm() const {
   return squares.sqrt().reshape({});
 }
 
-// As a replicated optimizer adds them up: block by block, parameter by parameter.
+// The norm from sums of blocks, in the order of parameters, as a replicated optimizer has it.
 at::Tensor FullyShardOptimizer::norm_by_blocks() const {
   const at::Tensor all = at::zeros({blocks_}, at::kDouble);
   auto* const sums = all.mutable_data_ptr<double>();

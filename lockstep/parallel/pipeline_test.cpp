@@ -591,7 +591,7 @@ TEST(PipelineFaults, WhatLooksAtAllGradientsIsRefused) {
   });
 }
 
-// Also on the ranks whose own line has equally many, and not at a deadline.
+// Ranks whose own pipeline has equal lengths refuse them too, and nobody waits for a deadline.
 TEST(PipelineFaults, WindowsOfDifferentLengthsAreRefused) {
   for (const int different : {3, 0})
     testing::run_on_mesh({{"pipeline", 2}, {"shard", 2}}, [&](const Mesh& mesh) {

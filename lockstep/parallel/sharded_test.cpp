@@ -441,8 +441,8 @@ struct DebugMode {
   ~DebugMode() { ::unsetenv("LOCKSTEP_DEBUG"); }
 };
 
-// A write past LibTorch counts no version, and this one is of none of the elements that are
-// compared without debugging.
+// A write to raw memory raises no version counter, and this element is not among the three of a
+// parameter that are always compared.
 TEST(StateShardedDebug, EveryElementIsCompared) {
   const DebugMode debug;
   for (const char* const backend : {"shm", "gloo"})

@@ -31,7 +31,7 @@ struct ShardFacts {
 };
 // Why the optimizer is sharded; empty: it is replicated.
 std::string reason_to_shard(const std::string& asked, const ShardFacts& facts);
-// The same for a run that has no parallelism yet. Collective.
+// The same from the run's settings, before its parallelism is made. Collective.
 std::string reason_to_shard(const RunContext& run);
 
 // The state that the optimizer will have on a rank that holds it whole, on the meta device, and its
